@@ -1,0 +1,77 @@
+"""Datasets as Lightning loaders whose position is in the checkpoint.
+
+Training batches come from an endless order that is a pure function of (seed, batch number), see data/order.py;
+the state is the number of batches each rank has consumed, so a resumed run reads the very next batch. The
+loader must be resumed on the same number of ranks and batch size, and says so when it is not.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import lightning as L
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+from qdeepseek.data.order import ResumableBatches
+from qdeepseek.train.config import ConfigError
+
+Collate = Callable[[Sequence[dict[str, Tensor]]], dict[str, Tensor]]
+
+
+class TokenDataModule(L.LightningDataModule):
+    """Train and select parts of tokenised data.
+
+    Args:
+        train, select: map-style datasets of token dicts.
+        batch_size: sequences of one micro-batch on one rank.
+        collate: builds a batch dict.
+        seed: of the training order.
+        workers: loader processes; 0 keeps everything in the main process.
+    """
+
+    def __init__(
+        self,
+        train: Dataset[dict[str, Tensor]],
+        select: Dataset[dict[str, Tensor]],
+        batch_size: int,
+        collate: Collate,
+        seed: int = 0,
+        workers: int = 0,
+    ):
+        super().__init__()
+        self.train, self.select = train, select
+        self.batch_size, self.collate, self.seed, self.workers = batch_size, collate, seed, workers
+        self._start = 0
+
+    def _shape(self) -> dict[str, int]:
+        world = self.trainer.world_size if self.trainer is not None else 1
+        return {"world": world, "batch_size": self.batch_size, "seed": self.seed, "items": len(self.train)}  # type: ignore[arg-type]
+
+    def train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
+        rank, world = (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
+        order = ResumableBatches(len(self.train), self.batch_size, self.seed, rank, world, self._start)  # type: ignore[arg-type]
+        return DataLoader(
+            self.train, batch_sampler=order, collate_fn=self.collate, num_workers=self.workers,
+            persistent_workers=self.workers > 0,
+        )  # fmt: skip
+
+    def val_dataloader(self) -> DataLoader[dict[str, Tensor]]:
+        sampler = None
+        if self.trainer is not None and self.trainer.world_size > 1:
+            sampler = DistributedSampler(self.select, self.trainer.world_size, self.trainer.global_rank, shuffle=False)
+        return DataLoader(self.select, self.batch_size, collate_fn=self.collate, sampler=sampler)
+
+    def state_dict(self) -> dict[str, Any]:
+        assert self.trainer is not None
+        return {"batches": self.trainer.fit_loop.epoch_loop.batch_progress.total.ready, **self._shape()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        now = self._shape()
+        changed = [k for k in now if now[k] != state[k]]
+        if changed:
+            was = ", ".join(f"{k} {state[k]} -> {now[k]}" for k in changed)
+            raise ConfigError(
+                f"data: the checkpoint was written with another data order ({was}); resume with the same "
+                f"ranks, data.batch_size, data.seed and data, or start a new run from its weights"
+            )
+        self._start = state["batches"]

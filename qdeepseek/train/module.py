@@ -1,0 +1,93 @@
+"""The LightningModule of every training run: pretraining, unquantised fine-tuning, quantisation-aware training.
+
+loss = (1 − w)·CE + w·KL(teacher ‖ student), see losses.py. The teacher is held outside the module tree: it is
+in no parameter group, no checkpoint and no shard.
+"""
+
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from qdeepseek.train.config import OptimConfig
+from qdeepseek.train.losses import token_losses
+from qdeepseek.train.optim import build_optimizer
+
+
+class FineTune(L.LightningModule):
+    """Next-token training of a causal language model, optionally distilled from `teacher`.
+
+    Args:
+        model: student; quantisers already in place where they are wanted.
+        optim: optimizer and schedule.
+        steps: optimizer steps of the whole run, for the schedule.
+        teacher: unquantised model of the same vocabulary, or None.
+        distill_weight: w in [0, 1]; needs a teacher when positive.
+        max_logits: upper bound on the elements of one chunk of logits.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        optim: OptimConfig,
+        steps: int,
+        teacher: PreTrainedModel | None = None,
+        distill_weight: float = 0.0,
+        max_logits: int = 2**25,
+    ):
+        super().__init__()
+        if not 0 <= distill_weight <= 1:
+            raise ValueError(f"method.distill_weight {distill_weight} must lie in [0, 1]")
+        if distill_weight > 0 and teacher is None:
+            raise ValueError(
+                f"method.distill_weight {distill_weight} needs a teacher; set method.teacher or set it to 0"
+            )
+        self.model = model
+        self.optim, self.steps = optim, steps
+        self.distill_weight, self.max_logits = distill_weight, max_logits
+        self._teacher = (teacher,)  # a tuple, so that it is not registered as a submodule
+
+    @property
+    def teacher(self) -> PreTrainedModel | None:
+        return self._teacher[0]
+
+    def on_fit_start(self) -> None:
+        if self.teacher is not None:
+            self.teacher.eval().requires_grad_(False).to(self.device)
+
+    def losses(self, batch: dict[str, Tensor], distill: bool) -> tuple[Tensor, Tensor]:
+        """Mean cross-entropy and mean KL of a batch."""
+        inputs = {k: v for k, v in batch.items() if k in ("input_ids", "position_ids", "attention_mask")}
+        hidden = self.model.base_model(**inputs, use_cache=False).last_hidden_state
+        teacher_hidden = teacher_head = None
+        if distill and self.teacher is not None:
+            with torch.no_grad():
+                teacher_hidden = self.teacher.base_model(**inputs, use_cache=False).last_hidden_state
+            teacher_head = self.teacher.get_output_embeddings()
+        return token_losses(
+            hidden,
+            batch["labels"],
+            self.model.get_output_embeddings(),
+            teacher_hidden,
+            teacher_head,
+            vocab_size=self.model.config.vocab_size,
+            max_logits=self.max_logits,
+        )
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        w = self.distill_weight
+        ce, kl = self.losses(batch, distill=w > 0)
+        loss = ce if w == 0 else (1 - w) * ce + w * kl
+        self.log("train/loss", ce.detach(), prog_bar=True)
+        if w > 0:
+            self.log("train/kl", kl.detach(), prog_bar=True)
+        return loss
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        ce, _ = self.losses(batch, distill=False)
+        self.log("select/loss", ce, prog_bar=True, sync_dist=True, batch_size=len(batch["labels"]))
+
+    def configure_optimizers(self) -> Any:
+        return build_optimizer(self.model, self.optim, self.steps)
