@@ -44,7 +44,7 @@ class FineTune(L.LightningModule):
             raise ValueError(
                 f"method.distill_weight {distill_weight} needs a teacher; set method.teacher or set it to 0"
             )
-        self.model = model
+        self.model = model.train()
         self.optim, self.steps = optim, steps
         self.distill_weight, self.max_logits = distill_weight, max_logits
         self._teacher = (teacher,)  # a tuple, so that it is not registered as a submodule

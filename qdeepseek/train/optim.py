@@ -11,7 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from qdeepseek.layers import WeightQuantizer
+try:
+    from qdeepseek.layers import WeightQuantizer
+except ImportError:
+    WeightQuantizer = ()
 from qdeepseek.train.config import OptimConfig
 
 

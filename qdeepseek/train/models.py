@@ -1,0 +1,95 @@
+"""Models and tokenizers from a folder, a hub name or a fresh configuration, with errors that say what is wrong."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from qdeepseek.train.config import ConfigError
+from qdeepseek.train.tokenizer import pretrained_byte_tokenizer
+
+TINY = Path(__file__).parent.parent / "assets" / "tiny_deepseek_v3"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Where the model comes from.
+
+    Exactly one of `path` (a `save_pretrained` folder, a hub name, or `tiny` for the shipped model) and
+    `scratch` (arguments of the model's configuration class, with `model_type`) is set.
+    """
+
+    path: str | None = None
+    scratch: Mapping[str, Any] | None = None
+    dtype: str = "float32"
+    revision: str | None = None
+    gradient_checkpointing: bool = False
+    attention: str = "sdpa"
+
+    def __post_init__(self) -> None:
+        if (self.path is None) == (self.scratch is None):
+            raise ValueError("set exactly one of path and scratch")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype {self.dtype!r} is unknown; use one of {', '.join(DTYPES)}")
+
+    @property
+    def folder(self) -> str:
+        return str(TINY) if self.path == "tiny" else str(self.path)
+
+
+def load_model(config: ModelConfig) -> PreTrainedModel:
+    """Build the model in `config.dtype`, in training mode off.
+
+    Raises ConfigError when the checkpoint is missing, broken, incomplete or does not fit its configuration.
+    """
+    if config.scratch is not None:
+        values = dict(config.scratch)
+        model_config = AutoConfig.for_model(values.pop("model_type"), **values)
+        model = AutoModelForCausalLM.from_config(
+            model_config, dtype=DTYPES[config.dtype], attn_implementation=config.attention
+        )
+    else:
+        model = _from_pretrained(config)
+    if config.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model.eval()
+
+
+def _from_pretrained(config: ModelConfig) -> PreTrainedModel:
+    where = f"model.path {config.folder}"
+    local = Path(config.folder)
+    if config.path != "tiny" and (local.is_absolute() or config.folder.startswith(".")) and not local.is_dir():
+        raise ConfigError(f"{where}: no such folder; give a save_pretrained folder or a hub name")
+    if local.is_dir() and not (local / "config.json").is_file():
+        raise ConfigError(f"{where}: no config.json in it; give a folder written by save_pretrained")
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            config.folder, dtype=DTYPES[config.dtype], revision=config.revision,
+            attn_implementation=config.attention, output_loading_info=True,
+        )  # fmt: skip
+    except Exception as error:  # transformers raises many kinds here; all mean the same to the user
+        raise ConfigError(f"{where}: cannot be loaded ({type(error).__name__}: {error})") from error
+    for kind in ("missing_keys", "mismatched_keys", "error_msgs"):
+        if info.get(kind):
+            names = ", ".join(str(n) for n in sorted(map(str, info[kind]))[:5])
+            raise ConfigError(
+                f"{where}: {len(info[kind])} {kind.replace('_', ' ')}, first {names}; the checkpoint is incomplete "
+                f"or belongs to another configuration"
+            )
+    return model
+
+
+def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
+    """The checkpoint's tokenizer; a fresh byte-level one for a model built from scratch."""
+    if config.scratch is not None:
+        return pretrained_byte_tokenizer(config.scratch["max_position_embeddings"])
+    try:
+        return AutoTokenizer.from_pretrained(config.folder, revision=config.revision)
+    except Exception as error:
+        raise ConfigError(
+            f"model.path {config.folder}: its tokenizer cannot be loaded ({type(error).__name__}: {error})"
+        ) from error

@@ -1,0 +1,61 @@
+"""Train a small model from scratch and write it as an ordinary `save_pretrained` folder with its provenance."""
+
+import json
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import Callback
+
+from qdeepseek.train.config import OptimConfig, build
+from qdeepseek.train.data import DataConfig, build_data
+from qdeepseek.train.models import ModelConfig, load_model, load_tokenizer
+from qdeepseek.train.module import FineTune
+from qdeepseek.train.run import TrainerConfig, build_trainer, fit
+
+
+def git_commit() -> str | None:
+    """Commit of the working tree this runs from, with `-dirty` when tracked files changed; None outside git."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    return done.stdout.strip() or None if done.returncode == 0 else None
+
+
+def pretrain(config: dict[str, Any], folder: Path, *, strategy: Any, logger: Any, callbacks: list[Callback]) -> Path:
+    """Run `experiment=pretrain_tiny`: returns the folder with the model, or {folder}/model."""
+    L.seed_everything(config["seed"], verbose=False)
+    model_config = build(ModelConfig, config["model"], "model")
+    trainer_config = build(TrainerConfig, config["trainer"], "trainer")
+    data_config = build(DataConfig, config["data"], "data")
+    tokenizer = load_tokenizer(model_config)
+    model = load_model(model_config)
+    data = build_data(data_config, tokenizer, model.config, config["seed"])
+    module = FineTune(model, build(OptimConfig, config["optim"], "optim"), trainer_config.steps)
+    trainer = build_trainer(
+        trainer_config, folder, "pretrain", strategy=strategy, logger=logger, callbacks=callbacks
+    )
+    start = time.perf_counter()
+    fit(trainer, module, data.module, folder, "pretrain")
+    seconds = time.perf_counter() - start
+    held_out = trainer.validate(module, data.module, verbose=False)[0]["select/loss"]
+    destination = folder / "model"
+    if trainer.is_global_zero:
+        model.to(torch.bfloat16)
+        for name, parameter in model.named_parameters():
+            if name.endswith("mlp.gate.weight"):
+                parameter.data = parameter.data.float()
+        model.save_pretrained(destination)
+        tokenizer.save_pretrained(destination)
+        tokens = trainer_config.steps * trainer_config.accumulate * data_config.batch_size * data_config.length
+        tokens *= trainer.world_size
+        parameters = sum(p.numel() for p in model.parameters())
+        facts = {
+            "parameters": parameters, "tokens": tokens, "tokens_per_parameter": tokens / parameters,
+            "select_loss": held_out, "seed": config["seed"], "commit": git_commit(), "corpus": data.facts,
+            "seconds_of_last_session": seconds, "torch": torch.__version__,
+        }  # fmt: skip
+        (destination / "pretraining.json").write_text(json.dumps(facts, indent=2) + "\n")
+    return destination

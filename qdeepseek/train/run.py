@@ -1,0 +1,97 @@
+"""One fit: trainer, loggers, checkpoints and resuming from config, the same for every stage."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import Callback, LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.strategies import Strategy
+
+from qdeepseek.train.callbacks.progress import StepProgress
+
+
+@dataclass(frozen=True)
+class TrainerConfig:
+    """Length and cost of a fit. Steps are optimizer steps; one uses batch_size × accumulate × ranks sequences."""
+
+    steps: int
+    accumulate: int = 1
+    clip_norm: float = 1.0
+    precision: str = "32-true"
+    validate_every: int = 50
+    checkpoint_every: int = 50
+    log_every: int = 1
+    threads: int | None = None
+    accelerator: str = "auto"
+    devices: int | str = "auto"
+    nodes: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "accumulate", "validate_every", "checkpoint_every", "log_every"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} {getattr(self, name)} must be at least 1")
+
+
+def build_trainer(
+    config: TrainerConfig,
+    folder: Path,
+    name: str,
+    *,
+    strategy: Strategy | str = "auto",
+    logger: Logger | bool = False,
+    callbacks: list[Callback] | None = None,
+    validate: bool = True,
+) -> L.Trainer:
+    """Trainer whose checkpoints lie in folder/checkpoints/name; the newest is `last.ckpt`."""
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    checkpoints = ModelCheckpoint(
+        folder / "checkpoints" / name, filename="{step}", every_n_train_steps=config.checkpoint_every,
+        save_last=True, save_top_k=1, monitor="step", mode="max", enable_version_counter=False,
+        save_on_train_epoch_end=False,
+    )  # fmt: skip
+    return L.Trainer(
+        max_steps=config.steps,
+        max_epochs=-1,
+        accumulate_grad_batches=config.accumulate,
+        gradient_clip_val=config.clip_norm,
+        precision=config.precision,  # type: ignore[arg-type]
+        accelerator=config.accelerator,
+        devices=config.devices,
+        num_nodes=config.nodes,
+        strategy=strategy,
+        logger=logger,
+        callbacks=[
+            *(callbacks or []),
+            StepProgress(name),
+            *([LearningRateMonitor("step")] if logger else []),
+            checkpoints,
+        ],
+        val_check_interval=config.validate_every * config.accumulate,
+        check_val_every_n_epoch=None,
+        limit_val_batches=1.0 if validate else 0,
+        num_sanity_val_steps=0,
+        log_every_n_steps=config.log_every,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        default_root_dir=folder,
+    )
+
+
+def last_checkpoint(folder: Path, name: str) -> str | None:
+    """Newest checkpoint of a stage, or None when it has not run."""
+    path = folder / "checkpoints" / name / "last.ckpt"
+    return str(path) if path.exists() else None
+
+
+def fit(
+    trainer: L.Trainer, module: L.LightningModule, data: L.LightningDataModule, folder: Path, name: str
+) -> dict[str, Any]:
+    """Train, resuming from the stage's newest checkpoint when there is one; returns the logged metrics."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    trainer.fit(module, datamodule=data, ckpt_path=last_checkpoint(folder, name), weights_only=False)
+    return {key: float(value) for key, value in trainer.callback_metrics.items()}
