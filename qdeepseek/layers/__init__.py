@@ -1,0 +1,18 @@
+"""Level 2: modules that own quantisation parameters and compute with quantised weights and inputs."""
+
+from qdeepseek.layers.activation_quantizer import ActivationQuantizer
+from qdeepseek.layers.embedding import QuantEmbedding
+from qdeepseek.layers.experts import (
+    attach_expert_quantizers,
+    detach_expert_quantizers,
+    has_expert_quantizers,
+    naive_experts_forward,
+    quant_experts_forward,
+)
+from qdeepseek.layers.linear import QuantLinear
+from qdeepseek.layers.weight_quantizer import WeightQuantizer
+
+__all__ = [
+    "ActivationQuantizer", "QuantEmbedding", "QuantLinear", "WeightQuantizer", "attach_expert_quantizers",
+    "detach_expert_quantizers", "has_expert_quantizers", "naive_experts_forward", "quant_experts_forward",
+]  # fmt: skip

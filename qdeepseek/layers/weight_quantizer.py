@@ -1,0 +1,205 @@
+"""A weight's quantiser: owns the scale (or finds it), fake-quantises in the forward, hands the codes to the exporter.
+
+    w_hat = (codes - z) * s,   forward(w) == dequantize(*quantize(w)) bit for bit, in every dtype.
+
+Where s comes from:
+    minmax                    from w in each forward; no state
+    percentile | iqr | mse    buffer clip_ratio, set once by `initialize`: s = scale_from_range(ratio * min-max of w)
+    learned (LSQ)             fp32 parameter `scale` (NaN until `initialize`, so that forgetting it is not silent)
+    set_scale (GPTQ, ...)     buffer `scale`, fixed
+
+The cache keeps w_hat while the weight is unchanged (its version counter, storage and dtype, and those of the scale),
+which saves the work under gradient accumulation and in the recomputation of gradient checkpointing.  An update that
+goes around the version counter (`param.data.copy_`, as ZeRO optimisers do) must be followed by `clear_cache()`.
+"""
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from qdeepseek.quant import QuantScheme, RangeMethod, fake_quantize_weight, find_range, grid
+
+
+class _Memo(NamedTuple):
+    """One cached w_hat with the scale and zero point it was made with."""
+
+    weight: "weakref.ref[Tensor]"
+    key: tuple[Any, ...]
+    w_hat: Tensor
+    scale: Tensor
+    zero: Tensor | None
+
+
+class WeightQuantizer(nn.Module):
+    """Fake-quantises weights of one shape (O, I) or (E, O, I).
+
+    row_blocks: parts of the rows that never share a per_tensor scale; 2 for a fused gate_up_proj.
+    Raises ValueError (from `scheme.check_shape`) when the shape does not fit the scheme.
+    """
+
+    scale: Tensor | None
+    zero: Tensor | None
+    clip_ratio: Tensor | None
+    clip_ratio_low: Tensor | None
+
+    def __init__(
+        self,
+        scheme: QuantScheme,
+        method: RangeMethod,
+        shape: Sequence[int],
+        *,
+        row_blocks: int = 1,
+        device: torch.device | str | None = None,
+        name: str = "weight",
+    ) -> None:
+        super().__init__()
+        scheme.check_shape(shape, name)
+        if shape[-2] % row_blocks:
+            raise ValueError(
+                f"{name}: {shape[-2]} rows do not split into {row_blocks} blocks; give a divisor of the rows"
+            )
+        self.scheme, self.method = scheme, method
+        self.scale_shape = scheme.scale_shape(shape, row_blocks)
+        self.enabled = True
+        self.cache = False
+        self._memo: _Memo | None = None
+        searched = method.kind != "minmax" and not method.learned
+        ratio = torch.ones(self.scale_shape, device=device) if searched else None
+        self.register_buffer("clip_ratio", ratio)
+        self.register_buffer("clip_ratio_low", None if ratio is None or scheme.symmetric else ratio.clone())
+        if method.learned:
+            self.scale = nn.Parameter(torch.full(self.scale_shape, torch.nan, device=device))
+            zero = (
+                None if scheme.symmetric else torch.zeros(self.scale_shape, dtype=torch.int8, device=device)
+            )
+            self.register_buffer("zero", zero)
+        else:
+            self.register_buffer("scale", None)
+            self.register_buffer("zero", None)
+
+    def extra_repr(self) -> str:
+        grid_name = self.scheme.grid if self.scheme.symmetric else "asymmetric"
+        group = f" {self.scheme.group_size}" if self.scheme.group_size else ""
+        kind = "learned" if self.method.learned else "fixed" if self.scale is not None else self.method.kind
+        return f"int{self.scheme.bits} {self.scheme.granularity}{group} {grid_name}, {kind}, enabled={self.enabled}"
+
+    @torch.no_grad()
+    def initialize(self, w: Tensor) -> None:
+        """Set the learned scale (and zero point) or the clip ratio from w, in place. A fixed scale is left alone."""
+        if self.method.learned:
+            assert self.scale is not None
+            scale, zero = grid.scale_from_range(*self._range(w, searched=True), self.scheme, w.dtype)
+            self.scale.copy_(scale)
+            if self.zero is not None and zero is not None:
+                self.zero.copy_(zero)
+        elif self.clip_ratio is not None:
+            (lo, hi), (full_lo, full_hi) = self._range(w, searched=True), self._range(w)
+            if self.clip_ratio_low is None:
+                hi, full_hi = torch.maximum(hi, -lo), torch.maximum(full_hi, -full_lo)
+            else:
+                self.clip_ratio_low.copy_(torch.where(full_lo == 0, 1, lo / full_lo))
+            self.clip_ratio.copy_(torch.where(full_hi == 0, 1, hi / full_hi))
+
+    @torch.no_grad()
+    def set_scale(self, scale: Tensor, zero: Tensor | None = None) -> None:
+        """Use this scale (.., O, G) and zero point from now on: those that a PTQ method found.
+
+        Codes of a weight dequantised with them are then exactly the codes it was dequantised from.  A learned scale
+        takes the values and goes on learning; otherwise the scale becomes a fixed buffer.
+        """
+        if tuple(scale.shape) != self.scale_shape:
+            raise ValueError(
+                f"set_scale: shape {tuple(scale.shape)} is not the scale shape {self.scale_shape}"
+            )
+        if (zero is None) != self.scheme.symmetric:
+            raise ValueError("set_scale: an asymmetric scheme wants a zero point, a symmetric one wants none")
+        if self.method.learned:
+            assert self.scale is not None
+            self.scale.copy_(scale)
+        else:
+            self.scale = scale.detach().to(torch.float32, copy=True)
+        self.zero = None if zero is None else zero.detach().to(torch.int8, copy=True)
+        self.clear_cache()
+
+    def forward(self, w: Tensor) -> Tensor:
+        if not self.enabled:
+            return w
+        memo = self._recall(w)
+        if memo is not None:
+            scale = self.scale if self.method.learned else memo.scale
+            return fake_quantize_weight(w, self.scheme, self.method, scale, memo.zero, cached=memo.w_hat)
+        scale, zero = self._scale_and_zero(w)
+        w_hat = fake_quantize_weight(w, self.scheme, self.method, scale, zero)
+        if self._cacheable(w):
+            self._memo = _Memo(weakref.ref(w), self._key(w), w_hat.detach(), scale.detach(), zero)
+        return w_hat
+
+    @torch.no_grad()
+    def quantize(self, w: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """(codes int8 like w, scale in scale_dtype (.., O, G), zero int8 or None): exactly what the forward uses."""
+        scale, zero = self._scale_and_zero(w)
+        scale = grid.round_scale(scale, self.scheme, w.dtype)
+        return grid.quantize(w, scale, zero, self.scheme), scale.to(self.scheme.torch_scale_dtype), zero
+
+    def clear_cache(self) -> None:
+        """Forget the cached w_hat. Needed after weight updates that bypass the version counter."""
+        self._memo = None
+
+    def _scale_and_zero(self, w: Tensor) -> tuple[Tensor, Tensor | None]:
+        if self.scale is None:
+            with torch.no_grad():
+                return grid.scale_from_range(*self._range(w), self.scheme, w.dtype)
+        if self.scale.device != w.device and not self.method.learned:  # loaded or set before the model moved
+            self.scale = self.scale.to(w.device)
+            self.zero = None if self.zero is None else self.zero.to(w.device)
+        return self.scale, self.zero
+
+    def _range(self, w: Tensor, searched: bool = False) -> tuple[Tensor, Tensor]:
+        method = self.method if searched else RangeMethod()
+        lo, hi = find_range(w, self.scheme, method, self.scale_shape)
+        if self.clip_ratio is not None and not searched:
+            lo = lo * (self.clip_ratio if self.clip_ratio_low is None else self.clip_ratio_low)
+            hi = hi * self.clip_ratio
+        return lo, hi
+
+    def _key(self, w: Tensor) -> tuple[Any, ...]:
+        own = [t for t in (self.scale, self.zero, self.clip_ratio, self.clip_ratio_low) if t is not None]
+        return (w._version, w.data_ptr(), w.dtype, *((t._version, t.data_ptr()) for t in own))
+
+    def _cacheable(self, w: Tensor) -> bool:
+        """Parameters only: a parametrised weight (LoRA) is another tensor in each forward."""
+        return self.cache and isinstance(w, nn.Parameter) and not torch.is_inference_mode_enabled()
+
+    def _recall(self, w: Tensor) -> _Memo | None:
+        memo = self._memo
+        if memo is None:
+            return None
+        if self.cache and memo.weight() is w and memo.key == self._key(w):
+            return memo
+        self._memo = None
+        return None
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "WeightQuantizer":
+        """Move, but keep dtypes: `model.bfloat16()` must not round an fp32 learned scale."""
+        self.clear_cache()
+
+        def move(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
+
+        return super()._apply(move, recurse)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_memo": None}
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """A fixed scale (see `set_scale`) exists only in the checkpoint: make room for it first."""
+        for key in ("scale", "zero"):
+            saved = state_dict.get(prefix + key)
+            if saved is not None and getattr(self, key) is None:
+                setattr(self, key, torch.empty_like(saved))
+        self.clear_cache()
+        super()._load_from_state_dict(state_dict, prefix, *args)

@@ -1,0 +1,62 @@
+"""Fake-quantisation of a weight and of an activation: the two operations that a quantised layer runs.
+
+Weights: w_hat = fake_quantize(w, s) with s from `RangeMethod` or given; gradients by `ste`, `clipped` or LSQ.
+Activations: each token x (.., I) gets its own range at run time (dynamic); the gradient is straight-through, since a
+min-max range clips nothing beyond half a step.  A token of zeros stays zero.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qdeepseek.quant import grid
+from qdeepseek.quant.lsq import FakeQuantizeLSQ
+from qdeepseek.quant.ranges import find_range, min_max
+from qdeepseek.quant.scheme import QuantScheme, RangeMethod
+from qdeepseek.quant.ste import FakeQuantizeClipped, FakeQuantizeSTE
+
+
+def fake_quantize_weight(
+    w: Tensor,
+    scheme: QuantScheme,
+    method: RangeMethod,
+    scale: Tensor | None = None,
+    zero: Tensor | None = None,
+    cached: Tensor | None = None,
+) -> Tensor:
+    """w_hat with the shape and dtype of w (O, I) or (E, O, I).
+
+    scale: None -> found from w by `method`; else (.., O, G), and with `method.learned` it receives the LSQ gradient.
+    zero: int8, shape of scale; needed with a given scale when the scheme is asymmetric.
+    cached: a w_hat of this same w and scale, returned instead of being computed; gradients are unaffected.
+    """
+    memo = [] if cached is None else [cached]
+    if scale is None:
+        with torch.no_grad():
+            scale, zero = grid.scale_from_range(*find_range(w, scheme, method), scheme, w.dtype)
+    elif method.learned:
+        return FakeQuantizeLSQ.apply(w, scale, zero, scheme, method.gradient == "clipped", memo)
+    else:
+        scale = grid.round_scale(scale.detach(), scheme, w.dtype)
+    function = FakeQuantizeClipped if method.gradient == "clipped" else FakeQuantizeSTE
+    return function.apply(w, scale, zero, scheme, memo)
+
+
+class _FakeQuantizeActivation(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scheme: QuantScheme) -> Tensor:
+        if not x.numel():
+            return x.clone()
+        lo, hi = min_max(x.reshape(*scheme.scale_shape(x.shape), -1))
+        scale, zero = grid.scale_from_range(lo, hi, scheme, x.dtype)
+        return grid.fake_quantize(x, scale, zero, scheme)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0], None
+
+
+def fake_quantize_activation(x: Tensor, scheme: QuantScheme) -> Tensor:
+    """x_hat with the shape and dtype of x (.., I): dynamic ranges per token or per group of a token, STE gradient."""
+    return _FakeQuantizeActivation.apply(x, scheme)
