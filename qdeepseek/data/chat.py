@@ -68,8 +68,8 @@ def encode_row(row: Row, tokenizer: Any, template_kwargs: Mapping[str, Any] | No
 def _check_tokenizer(row: Row, tokenizer: Any) -> None:
     if not tokenizer.chat_template:
         raise DataError(
-            f"{row.where}: chat messages need a chat template, and this checkpoint's tokenizer has none; use the "
-            f"tokenizer of the instruct model, set tokenizer.chat_template, or give raw text (data.text_field)"
+            f"{row.where}: chat messages need a chat template, and this checkpoint's tokenizer has none; use "
+            f"the instruct model's tokenizer, set tokenizer.chat_template, or give raw text (data.text_field)"
         )
     if not tokenizer.is_fast:
         name = type(tokenizer).__name__

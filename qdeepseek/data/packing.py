@@ -63,8 +63,8 @@ def fit_length(
             if too_long == "error":
                 raise DataError(
                     f"{document.where}: {len(document.input_ids)} tokens are more than "
-                    f"data.max_length={length}; shorten the row, raise data.max_length (up to what the model allows), or set "
-                    f"data.too_long=truncate or split"
+                    f"data.max_length={length}; shorten the row, raise "
+                    f"data.max_length (up to what the model allows), or set data.too_long=truncate or split"
                 )
             counts["truncated" if too_long == "truncate" else "split"] += 1
             pieces = [_slice(document, s, length) for s in range(0, len(document.input_ids) - 1, length - 1)]
@@ -126,8 +126,8 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
         self.documents, counts = fit_length(documents, length, too_long)
         if not self.documents:
             raise DataError(
-                f"no document with a token to train on is left of {len(documents)} at data.max_length={length} "
-                f"with data.too_long={too_long}; raise data.max_length"
+                f"no document with a token to train on is left of {len(documents)} at data.max_length="
+                f"{length} with data.too_long={too_long}; raise data.max_length"
             )
         sizes = [len(d.input_ids) for d in self.documents]
         self.length, self.pad_token_id = length, pad_token_id

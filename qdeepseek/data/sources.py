@@ -70,9 +70,9 @@ def read_dataset(name: str, config: str | None = None, split: str = "train") -> 
             table = datasets.load_dataset(name, config, split=split)
     except (ConnectionError, FileNotFoundError, OSError) as error:
         raise DataError(
-            f"dataset {label} cannot be loaded: {_first_line(error)}. It is not in the local cache and the hub "
-            f"does not give it (no connection, or no such name); load it once where the hub can be reached and "
-            f"copy the cache, or save it as JSONL or Parquet and set data.path"
+            f"dataset {label} cannot be loaded: {_first_line(error)}. It is not in the local cache, and the "
+            f"hub does not give it (no connection, or no such name); load it where the hub can be reached "
+            f"and copy the cache, or save it as JSONL or Parquet and set data.path"
         ) from error
     except Exception as error:  # the library raises many kinds for a wrong configuration, split or file
         raise DataError(

@@ -66,7 +66,7 @@ def rows_from_documents(documents: Sequence[Document], limits: Mapping[str, int]
 
 
 def first_sentence(docstring: str) -> str | None:
-    """First sentence of a docstring in one line; None if it is a signature, a doctest or under three words."""
+    """First sentence of a docstring in one line; None for a signature, a doctest or two words."""
     paragraph = " ".join(docstring.strip().split("\n\n")[0].split())
     sentence = paragraph
     for end in range(1, len(paragraph) - 1):
