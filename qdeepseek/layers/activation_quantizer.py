@@ -1,4 +1,4 @@
-"""Dynamic fake-quant of a layer's input: every token finds its own scale; no state, gradient straight-through."""
+"""Dynamic fake-quant of a layer's input: every token finds its own scale; no state, straight-through gradient."""
 
 from torch import Tensor, nn
 
@@ -15,7 +15,8 @@ class ActivationQuantizer(nn.Module):
         super().__init__()
         if scheme.granularity not in ("per_token", "per_group"):
             raise ValueError(
-                f"ActivationQuantizer: granularity {scheme.granularity!r} mixes tokens; use per_token or per_group"
+                f"ActivationQuantizer: granularity {scheme.granularity!r} is refused, one token would change "
+                "another; use per_token or per_group"
             )
         self.scheme = scheme
         self.enabled = True

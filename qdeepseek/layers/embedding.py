@@ -20,8 +20,8 @@ class QuantEmbedding(nn.Embedding):
         require_plain_weight(embedding, "QuantEmbedding.from_embedding")
         if embedding.max_norm is not None:
             raise ValueError(
-                f"QuantEmbedding.from_embedding: max_norm {embedding.max_norm} rewrites the table in the forward; "
-                "build the embedding without max_norm or leave it unquantised"
+                f"QuantEmbedding.from_embedding: max_norm {embedding.max_norm} rewrites the table in the "
+                "forward; build the embedding without max_norm or leave it unquantised"
             )
         module = cls(
             embedding.num_embeddings, embedding.embedding_dim, embedding.padding_idx,

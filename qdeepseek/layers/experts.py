@@ -1,9 +1,10 @@
-"""Routed experts with fused weights: gate_up_proj (E, 2I, H) = [gate; up], down_proj (E, H, I), fake-quantised.
+"""Routed experts with fused weights gate_up_proj (E, 2I, H) = [gate; up], down_proj (E, H, I), fake-quantised.
 
-    y_t = sum over the chosen experts e of  p_te * W2_e q(act(W1g_e x) * (W1u_e x)),   x = q(x_t),  W = fake-quantised
-with q the input quantisers, if any.  The matmuls are those of transformers (grouped_mm, batched_mm): its functions
-take the module as `self`, and get a view of it whose weights are the quantised ones and whose `_apply_gate` also
-quantises its result.  `naive_experts_forward` is the same as a loop over experts: eager mode, and the reference.
+    y_t = sum over the chosen experts e of  p_te * D_e q'(act(G_e x) * (U_e x)),   x = q(x_t)
+G, U, D being the quantised gate, up and down and q, q' the input quantisers, if any.  The matmuls are those of
+transformers (grouped_mm, batched_mm): its functions take the module as `self`, and get a view of it whose weights
+are the quantised ones and whose `_apply_gate` also quantises its result.  `naive_experts_forward` is the same as a
+loop over experts: eager mode, and the reference.
 
 surgery passes the stock functions in and registers the results in ALL_EXPERTS_FUNCTIONS; this file knows no
 transformers.  A module without quantisers behaves as stock.
@@ -37,11 +38,12 @@ def attach_expert_quantizers(
     Raises ValueError when the weights are not (E, out, in) under the names gate_up_proj and down_proj.
     """
     missing = [name for name in ("gate_up_proj", "down_proj") if not hasattr(experts, name)]
-    if missing or getattr(experts, "is_transposed", False):
-        why = f"has no {missing}" if missing else "stores its weights transposed, (E, in, out)"
+    odd = getattr(experts, "is_transposed", False) or not getattr(experts, "is_concatenated", True)
+    if missing or odd:
+        why = f"has no {missing}" if missing else "stores its weights as (E, in, out) or interleaves gate and up"
         raise ValueError(
-            f"{type(experts).__name__} {why}; only fused [gate; up] experts of shape (E, out, in) can be quantised: "
-            "keep this module in bf16 with a rule in conf/quant"
+            f"{type(experts).__name__} {why}; only fused [gate; up] experts of shape (E, out, in) can be "
+            "quantised: keep this module in bf16 with a rule in conf/quant"
         )
     for name, quantizer in zip(QUANTIZERS, (gate_up, down, input, down_input), strict=True):
         experts.add_module(name, quantizer)
@@ -80,7 +82,7 @@ class _QuantizedView:
 
 
 def quant_experts_forward(stock: Callable[..., Tensor]) -> ExpertsForward:
-    """Wrap a stock experts function (`grouped_mm_experts_forward`, ...) so that it computes on quantised tensors.
+    """Wrap a stock experts function (`grouped_mm_experts_forward`, ...) to compute on quantised tensors.
 
     Each token's input is quantised once, before it is copied to its top-k experts.
     """
@@ -95,9 +97,7 @@ def quant_experts_forward(stock: Callable[..., Tensor]) -> ExpertsForward:
     return forward
 
 
-def naive_experts_forward(
-    self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
-) -> Tensor:
+def naive_experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """One expert after another. hidden_states (T, H), top_k_index and top_k_weights (T, K) -> (T, H)."""
     if not has_expert_quantizers(self):
         return inspect.unwrap(type(self).forward)(self, hidden_states, top_k_index, top_k_weights)
@@ -109,11 +109,11 @@ def naive_experts_forward(
         if expert >= view.num_experts:  # expert-parallel sentinel: another rank's token
             continue
         token, slot = torch.where(top_k_index == expert)
-        gate_up = F.linear(
-            x_TH[token], view.gate_up_proj[expert], view.gate_up_proj_bias[expert] if bias else None
-        )
+        gate_up = F.linear(x_TH[token], view.gate_up_proj[expert], view.gate_up_proj_bias[expert] if bias else None)
         hidden = view._apply_gate(gate_up)
         out = F.linear(hidden, view.down_proj[expert], view.down_proj_bias[expert] if bias else None)
+        if getattr(self, "has_post_expert_norm", False):
+            out = view.post_expert_norm(out)
         out = out * top_k_weights[token, slot, None]
-        output_TH = output_TH.index_add(0, token, out.to(output_TH.dtype))
+        output_TH.index_add_(0, token, out.to(output_TH.dtype))
     return output_TH

@@ -8,7 +8,7 @@ from qdeepseek.layers.weight_quantizer import WeightQuantizer
 
 
 def require_plain_weight(module: nn.Module, owner: str) -> None:
-    """Raise ValueError if `weight` is not a Parameter of the module's own (LoRA or another parametrisation on it)."""
+    """Raise ValueError if `weight` is not the module's own Parameter (LoRA or another parametrisation on it)."""
     if not isinstance(module._parameters.get("weight"), nn.Parameter):
         raise ValueError(
             f"{owner}: weight of {type(module).__name__} is not a plain Parameter (parametrised by LoRA?); "
@@ -19,8 +19,8 @@ def require_plain_weight(module: nn.Module, owner: str) -> None:
 class QuantLinear(nn.Linear):
     """An nn.Linear with a `weight_quantizer` and, if activations are quantised, an `input_quantizer`.
 
-    Built by `from_linear`; shares weight and bias Parameters with the module it replaces, and gives them back in
-    `to_linear`.  Adapters that parametrise `weight` act before quantisation, so that merging them changes nothing.
+    Built by `from_linear`; shares weight and bias Parameters with the module it replaces, and gives them back
+    in `to_linear`.  Adapters that parametrise `weight` act before quantisation: merging them changes nothing.
     """
 
     weight_quantizer: WeightQuantizer

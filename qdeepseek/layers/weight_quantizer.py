@@ -1,16 +1,17 @@
-"""A weight's quantiser: owns the scale (or finds it), fake-quantises in the forward, hands the codes to the exporter.
+"""A weight's quantiser: owns or finds the scale, fake-quantises in the forward, gives the exporter the codes.
 
     w_hat = (codes - z) * s,   forward(w) == dequantize(*quantize(w)) bit for bit, in every dtype.
 
 Where s comes from:
     minmax                    from w in each forward; no state
-    percentile | iqr | mse    buffer clip_ratio, set once by `initialize`: s = scale_from_range(ratio * min-max of w)
-    learned (LSQ)             fp32 parameter `scale` (NaN until `initialize`, so that forgetting it is not silent)
+    percentile | iqr | mse    from clip_ratio * min-max of w; the buffer clip_ratio is set once by `initialize`
+    learned (LSQ)             fp32 parameter `scale`; NaN until `initialize`, so that forgetting it is not silent
     set_scale (GPTQ, ...)     buffer `scale`, fixed
 
-The cache keeps w_hat while the weight is unchanged (its version counter, storage and dtype, and those of the scale),
-which saves the work under gradient accumulation and in the recomputation of gradient checkpointing.  An update that
-goes around the version counter (`param.data.copy_`, as ZeRO optimisers do) must be followed by `clear_cache()`.
+The cache keeps w_hat while the weight is unchanged (its version counter, storage and dtype, and those of the
+scale), which saves the work under gradient accumulation and in the recomputation of gradient checkpointing.  An
+update that goes around the version counter (`param.data.copy_`, as ZeRO optimisers do) must be followed by
+`clear_cache()`.
 """
 
 import weakref
@@ -72,9 +73,7 @@ class WeightQuantizer(nn.Module):
         self.register_buffer("clip_ratio_low", None if ratio is None or scheme.symmetric else ratio.clone())
         if method.learned:
             self.scale = nn.Parameter(torch.full(self.scale_shape, torch.nan, device=device))
-            zero = (
-                None if scheme.symmetric else torch.zeros(self.scale_shape, dtype=torch.int8, device=device)
-            )
+            zero = None if scheme.symmetric else torch.zeros(self.scale_shape, dtype=torch.int8, device=device)
             self.register_buffer("zero", zero)
         else:
             self.register_buffer("scale", None)
@@ -88,7 +87,7 @@ class WeightQuantizer(nn.Module):
 
     @torch.no_grad()
     def initialize(self, w: Tensor) -> None:
-        """Set the learned scale (and zero point) or the clip ratio from w, in place. A fixed scale is left alone."""
+        """Set the learned scale (and zero point) or the clip ratio from w, in place; a fixed scale stays."""
         if self.method.learned:
             assert self.scale is not None
             scale, zero = grid.scale_from_range(*self._range(w, searched=True), self.scheme, w.dtype)
@@ -107,13 +106,11 @@ class WeightQuantizer(nn.Module):
     def set_scale(self, scale: Tensor, zero: Tensor | None = None) -> None:
         """Use this scale (.., O, G) and zero point from now on: those that a PTQ method found.
 
-        Codes of a weight dequantised with them are then exactly the codes it was dequantised from.  A learned scale
-        takes the values and goes on learning; otherwise the scale becomes a fixed buffer.
+        Codes of a weight dequantised with them are then exactly the codes it was dequantised from.  A learned
+        scale takes the values and goes on learning; otherwise the scale becomes a fixed buffer.
         """
         if tuple(scale.shape) != self.scale_shape:
-            raise ValueError(
-                f"set_scale: shape {tuple(scale.shape)} is not the scale shape {self.scale_shape}"
-            )
+            raise ValueError(f"set_scale: shape {tuple(scale.shape)} is not the scale shape {self.scale_shape}")
         if (zero is None) != self.scheme.symmetric:
             raise ValueError("set_scale: an asymmetric scheme wants a zero point, a symmetric one wants none")
         if self.method.learned:
@@ -139,7 +136,7 @@ class WeightQuantizer(nn.Module):
 
     @torch.no_grad()
     def quantize(self, w: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """(codes int8 like w, scale in scale_dtype (.., O, G), zero int8 or None): exactly what the forward uses."""
+        """(codes int8 like w, scale in scale_dtype (.., O, G), zero int8 or None): what the forward uses."""
         scale, zero = self._scale_and_zero(w)
         scale = grid.round_scale(scale, self.scheme, w.dtype)
         return grid.quantize(w, scale, zero, self.scheme), scale.to(self.scheme.torch_scale_dtype), zero

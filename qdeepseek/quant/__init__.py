@@ -6,6 +6,6 @@ from qdeepseek.quant.ranges import find_range
 from qdeepseek.quant.scheme import QuantScheme, RangeMethod
 
 __all__ = [
-    "QuantScheme", "RangeMethod", "dequantize", "fake_quantize_activation", "fake_quantize_weight", "find_range",
-    "quantize", "round_scale", "scale_from_range",
+    "QuantScheme", "RangeMethod", "dequantize", "fake_quantize_activation", "fake_quantize_weight",
+    "find_range", "quantize", "round_scale", "scale_from_range",
 ]  # fmt: skip

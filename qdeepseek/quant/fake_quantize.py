@@ -1,8 +1,8 @@
 """Fake-quantisation of a weight and of an activation: the two operations that a quantised layer runs.
 
 Weights: w_hat = fake_quantize(w, s) with s from `RangeMethod` or given; gradients by `ste`, `clipped` or LSQ.
-Activations: each token x (.., I) gets its own range at run time (dynamic); the gradient is straight-through, since a
-min-max range clips nothing beyond half a step.  A token of zeros stays zero.
+Activations: each token x (.., I) gets its own range at run time (dynamic); the gradient is straight-through,
+since a min-max range clips nothing beyond half a step.  A token of zeros stays zero.
 """
 
 from typing import Any
@@ -27,7 +27,7 @@ def fake_quantize_weight(
 ) -> Tensor:
     """w_hat with the shape and dtype of w (O, I) or (E, O, I).
 
-    scale: None -> found from w by `method`; else (.., O, G), and with `method.learned` it receives the LSQ gradient.
+    scale: None: found from w by `method`; else (.., O, G), and with `method.learned` it gets the LSQ gradient.
     zero: int8, shape of scale; needed with a given scale when the scheme is asymmetric.
     cached: a w_hat of this same w and scale, returned instead of being computed; gradients are unaffected.
     """
@@ -58,5 +58,5 @@ class _FakeQuantizeActivation(torch.autograd.Function):
 
 
 def fake_quantize_activation(x: Tensor, scheme: QuantScheme) -> Tensor:
-    """x_hat with the shape and dtype of x (.., I): dynamic ranges per token or per group of a token, STE gradient."""
+    """x_hat, like x (.., I): dynamic ranges per token or per group of a token, straight-through gradient."""
     return _FakeQuantizeActivation.apply(x, scheme)

@@ -3,8 +3,8 @@
     codes = clamp(round_half_even(w / s) + z, qmin, qmax)        w_hat = (codes - z) * s
 
 Everything is computed in fp32 (fp64 for fp64 input) and w_hat is rounded once, to the serving dtype if the scheme
-names one, then to the dtype of w: a bf16 runtime, which multiplies an exact bf16 code by an exact bf16 scale, gets
-the same bits.  `fake_quantize` is quantize followed by dequantize without the int8 detour, and equal to it.
+names one, then to the dtype of w: a bf16 runtime, which multiplies an exact bf16 code by an exact bf16 scale,
+gets the same bits.  `fake_quantize` is quantize followed by dequantize without the int8 detour, and equal to it.
 
 Elements that share a scale are the last dimension of `w.reshape(*scale.shape, -1)`, for every granularity.
 Shapes: w (O, I) or (E, O, I); scale, zero (.., O, G).
@@ -24,7 +24,7 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 @lru_cache(maxsize=256)
 def scale_bounds(scheme: QuantScheme, dtype: torch.dtype) -> tuple[float, float]:
-    """(floor, ceiling) of a scale, both exact in scale_dtype: no division by zero, no overflow of w_hat in `dtype`.
+    """(floor, ceiling) of a scale, exact in scale_dtype: no division by zero, no overflow of w_hat in `dtype`.
 
     The floor is the smallest normal number (fp16: the smallest subnormal, since fp16 normals end at 6e-5).
     """
@@ -33,25 +33,21 @@ def scale_bounds(scheme: QuantScheme, dtype: torch.dtype) -> tuple[float, float]
     formats = [dtype] if scheme.torch_serve_dtype is None else [dtype, scheme.torch_serve_dtype]
     ceiling = min(torch.finfo(f).max for f in formats) / scheme.span
     if ceiling < info.max:  # one step lower, so that rounding to scale_dtype cannot pass it
-        ceiling = (
-            torch.tensor(ceiling * (1 - info.eps), dtype=torch.float64).to(scheme.torch_scale_dtype).item()
-        )
+        ceiling = torch.tensor(ceiling * (1 - info.eps), dtype=torch.float64).to(scheme.torch_scale_dtype).item()
     return floor, min(ceiling, info.max)
 
 
 def round_scale(scale: Tensor, scheme: QuantScheme, dtype: torch.dtype) -> Tensor:
-    """The scale as served, in the compute dtype of `dtype`: rounded to scale_dtype and kept inside `scale_bounds`."""
+    """The scale as served: rounded to scale_dtype, inside `scale_bounds`, in the compute dtype of `dtype`."""
     floor, ceiling = scale_bounds(scheme, dtype)
     return scale.to(scheme.torch_scale_dtype).to(compute_dtype(dtype)).clamp_(floor, ceiling)
 
 
-def scale_from_range(
-    lo: Tensor, hi: Tensor, scheme: QuantScheme, dtype: torch.dtype
-) -> tuple[Tensor, Tensor | None]:
+def scale_from_range(lo: Tensor, hi: Tensor, scheme: QuantScheme, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     """Range of each group -> (scale as served, integer zero point or None), for weights of `dtype`.
 
-    lo, hi: (.., O, G), any float dtype.  Symmetric uses max(|lo|, |hi|).  Asymmetric widens the range to contain 0,
-    so that 0 is exact; zero is int8 in [qmin, qmax].
+    lo, hi: (.., O, G), any float dtype.  Symmetric uses max(|lo|, |hi|).  Asymmetric widens the range to
+    contain 0, so that 0 is exact; zero is int8 in [qmin, qmax].
     """
     lo, hi = lo.to(compute_dtype(dtype)), hi.to(compute_dtype(dtype))
     if scheme.symmetric:
@@ -63,18 +59,21 @@ def scale_from_range(
     return scale, zero.to(torch.int8)
 
 
-def _levels(w: Tensor, scale: Tensor, zero: Tensor | None, scheme: QuantScheme) -> Tensor:
-    """codes - zero as floats, blocked (*scale.shape, n).  `scale` is in the compute dtype."""
-    levels = torch.div(w.reshape(*scale.shape, -1), scale.unsqueeze(-1)).round_()
+def clamp_levels_(levels: Tensor, zero: Tensor | None, scheme: QuantScheme) -> Tensor:
+    """Clamp round(w / s), blocked (*scale.shape, n), to [qmin - zero, qmax - zero], in place."""
     if zero is None:
         return levels.clamp_(scheme.qmin, scheme.qmax)
-    zero = zero.to(scale.dtype).unsqueeze(-1)
+    zero = zero.to(levels.dtype).unsqueeze(-1)
     return levels.clamp_(scheme.qmin - zero, scheme.qmax - zero)
 
 
-def _restore(
-    levels: Tensor, scale: Tensor, scheme: QuantScheme, shape: torch.Size, dtype: torch.dtype
-) -> Tensor:
+def _levels(w: Tensor, scale: Tensor, zero: Tensor | None, scheme: QuantScheme) -> Tensor:
+    """codes - zero as floats, blocked (*scale.shape, n).  `scale` is in the compute dtype."""
+    levels = torch.div(w.reshape(*scale.shape, -1), scale.unsqueeze(-1)).round_()
+    return clamp_levels_(levels, zero, scheme)
+
+
+def _restore(levels: Tensor, scale: Tensor, scheme: QuantScheme, shape: torch.Size, dtype: torch.dtype) -> Tensor:
     """levels * scale, consuming `levels`."""
     w_hat = levels.mul_(scale.unsqueeze(-1))
     if scheme.torch_serve_dtype is not None:

@@ -6,9 +6,9 @@ weights and never guessed from them.  With b bits the codes are integers of
     [qmin, qmax] = [-2^(b-1), 2^(b-1) - 1]      (`narrow` grid: [-(2^(b-1) - 1), 2^(b-1) - 1])
 
 and  codes = clamp(round_half_even(w / s) + z, qmin, qmax),  w_hat = (codes - z) * s.
-Symmetric: z = 0 and s = absmax / divisor, divisor = (qmax - qmin) / 2, which is 7.5 on the full 4-bit grid (the
-convention of compressed-tensors) and 7 on the narrow one.  Asymmetric: s = (hi - lo) / (qmax - qmin), z an integer
-of [qmin, qmax]; codes stay signed, so one contract serves both.
+Symmetric: z = 0 and s = absmax / divisor, divisor = (qmax - qmin) / 2, which is 7.5 on the full 4-bit grid (as in
+compressed-tensors) and 7 on the narrow one.  Asymmetric: s = (hi - lo) / (qmax - qmin), z an integer of
+[qmin, qmax]; codes stay signed, so one contract serves both.
 """
 
 import math
@@ -40,7 +40,7 @@ def _from_mapping(cls: type, mapping: Mapping[str, Any]) -> Any:
 class QuantScheme:
     """The format of one quantised tensor.
 
-    `group_size` belongs to `per_group` alone and may be left at its default elsewhere (it is then set to None).
+    `group_size` belongs to `per_group` alone; elsewhere it is set to None.
     `scale_dtype` is the dtype in which the scale is served; the forward uses the scale rounded to it.
     `serve_dtype` additionally rounds w_hat, for fp32 training of what a bf16 or fp16 runtime will multiply.
     Raises ValueError for a combination without meaning.
@@ -60,17 +60,13 @@ class QuantScheme:
                  f"use one of {GRANULARITIES}")  # fmt: skip
         if self.granularity == "per_group":
             good = isinstance(self.group_size, int) and self.group_size > 0
-            _require(
-                good, "QuantScheme.group_size", self.group_size, "per_group wants a positive integer, say 32"
-            )
+            _require(good, "QuantScheme.group_size", self.group_size, "per_group wants a positive integer, say 32")
         else:
             object.__setattr__(self, "group_size", None)
         _require(self.grid in ("full", "narrow"), "QuantScheme.grid", self.grid, "use 'full' or 'narrow'")
         _require(self.symmetric or self.grid == "full", "QuantScheme.grid", self.grid,
                  "an asymmetric scheme has a zero point and uses all codes: set grid 'full'")  # fmt: skip
-        _require(
-            self.scale_dtype in DTYPES, "QuantScheme.scale_dtype", self.scale_dtype, f"use one of {[*DTYPES]}"
-        )
+        _require(self.scale_dtype in DTYPES, "QuantScheme.scale_dtype", self.scale_dtype, f"use one of {[*DTYPES]}")
         _require(self.serve_dtype is None or self.serve_dtype in DTYPES, "QuantScheme.serve_dtype",
                  self.serve_dtype, f"use null or one of {[*DTYPES]}")  # fmt: skip
 
@@ -103,13 +99,9 @@ class QuantScheme:
     def check_shape(self, shape: Sequence[int], name: str = "tensor") -> None:
         """Raise ValueError with a remedy unless a weight (O, I) or (E, O, I) of this shape fits the scheme."""
         if self.granularity == "per_token":
-            raise ValueError(
-                f"{name}: granularity per_token is for activations; use per_channel or per_group"
-            )
+            raise ValueError(f"{name}: granularity per_token is for activations; use per_channel or per_group")
         if len(shape) not in (2, 3):
-            raise ValueError(
-                f"{name}: shape {tuple(shape)} is not (out, in) or (experts, out, in); keep it unquantised"
-            )
+            raise ValueError(f"{name}: shape {tuple(shape)} is not (out, in) or (experts, out, in); leave it in bf16")
         if self.group_size is not None and shape[-1] % self.group_size:
             fits = [g for g in (128, 64, 32, 16) if shape[-1] % g == 0 and g < self.group_size]
             use = f"use group_size {' or '.join(map(str, fits))}" if fits else "use per_channel"
@@ -121,9 +113,9 @@ class QuantScheme:
     def scale_shape(self, shape: Sequence[int], row_blocks: int = 1) -> tuple[int, ...]:
         """Shape of scale and zero point for a weight (O, I) or (E, O, I), or an activation (..., I).
 
-        per_group (.., O, I/g), per_channel (.., O, 1), per_token (.., 1), per_tensor (.., row_blocks, 1): one scale
-        an expert and, with row_blocks = 2, one each for the gate and up halves of a fused gate_up_proj.
-        In every case `w.reshape(*scale_shape, -1)` puts the elements that share a scale along the last dimension.
+        per_group (.., O, I/g), per_channel (.., O, 1), per_token (.., 1), per_tensor (.., row_blocks, 1): one
+        scale an expert and, with row_blocks = 2, one each for the gate and up halves of a fused gate_up_proj.
+        In every case `w.reshape(*scale_shape, -1)` has the elements that share a scale in its last dimension.
         """
         *rows, width = shape
         if self.granularity == "per_group":
@@ -152,8 +144,7 @@ class QuantScheme:
 class RangeMethod:
     """How the scale of a weight is found and trained; not part of the served format.
 
-    kind      minmax | percentile (of |w|, or of both tails) | iqr (fence at quartile +- iqr_factor * IQR) | mse (grid
-              search of the clip ratio in [mse_min_ratio, 1], `mse_grid` points, minimising sum |w - w_hat|^mse_norm).
+    kind      minmax | percentile | iqr | mse, defined in `qdeepseek.quant.ranges`.
     learned   LSQ: the scale is a parameter that starts at `kind`; otherwise it follows the weight.
     gradient  of the weight: `ste` passes it on unchanged, `clipped` zeroes it where the code was clamped.
     """
@@ -169,9 +160,7 @@ class RangeMethod:
 
     def __post_init__(self) -> None:
         _require(self.kind in KINDS, "RangeMethod.kind", self.kind, f"use one of {KINDS}")
-        _require(
-            50 < self.percentile <= 100, "RangeMethod.percentile", self.percentile, "use a value in (50, 100]"
-        )
+        _require(50 < self.percentile <= 100, "RangeMethod.percentile", self.percentile, "use a value in (50, 100]")
         _require(self.iqr_factor >= 0, "RangeMethod.iqr_factor", self.iqr_factor, "use a value >= 0, say 3")
         _require(self.mse_grid >= 1, "RangeMethod.mse_grid", self.mse_grid, "use at least 1 point")
         _require(
