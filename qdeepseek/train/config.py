@@ -55,3 +55,38 @@ class OptimConfig:
 
 
 SCHEDULES = ("cosine", "linear", "wsd", "constant")
+
+
+@dataclasses.dataclass(frozen=True)
+class MethodConfig:
+    """How INT4 gets into the loop.
+
+    start           weights QAT begins with: branch (a point of the unquantised run, so that all columns see the
+                    same tokens), fp_ft (its end: qat_fraction · steps more tokens than FP_ft) or base
+    qat_fraction    share of trainer.steps trained with quantisers in place
+    teacher         unquantised model of the distillation: fp_ft or base
+    distill_weight  w in (1 − w)·CE + w·KL
+    delay_steps     steps at the start of QAT before fake-quant switches on
+    cache           fake-quantise once an optimizer step; costs one copy of the quantised weights
+    balance_speed   loss-free router balancing during the unquantised stages; 0 is off
+    """
+
+    start: str = "branch"
+    qat_fraction: float = 0.5
+    teacher: str = "fp_ft"
+    distill_weight: float = 1.0
+    delay_steps: int = 0
+    cache: bool = False
+    balance_speed: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.start not in ("branch", "fp_ft", "base"):
+            raise ValueError(f"start {self.start!r} is unknown; use branch, fp_ft or base")
+        if self.teacher not in ("fp_ft", "base"):
+            raise ValueError(f"teacher {self.teacher!r} is unknown; use fp_ft or base")
+        if not 0 < self.qat_fraction <= 1:
+            raise ValueError(f"qat_fraction {self.qat_fraction} must lie in (0, 1]")
+        if not 0 <= self.distill_weight <= 1:
+            raise ValueError(f"distill_weight {self.distill_weight} must lie in [0, 1]")
+        if self.delay_steps < 0 or self.balance_speed < 0:
+            raise ValueError("delay_steps and balance_speed must not be negative")

@@ -1,48 +1,146 @@
-"""From the `data` config group to datasets: the standard library's sources, text files, or chat messages."""
+"""From the `data` config group to datasets: the standard library's sources, or the user's text and chats."""
 
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from typing import Any
 
+import torch
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Subset
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from qdeepseek.data.corpus import corpus_hash, stdlib_documents
+from qdeepseek.data.packing import collate_packed
+from qdeepseek.data.sft import SftConfig, build_sft
 from qdeepseek.data.windows import TokenWindows, collate_windows, join_documents
-from qdeepseek.train.config import ConfigError
+from qdeepseek.train.config import ConfigError, build
 from qdeepseek.train.datamodule import Collate, TokenDataModule
+
+Tokens = Dataset[dict[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class LoaderConfig:
+    """Batching, the same for every kind of data.
+
+    `batch_size` is a micro-batch on one rank. `select_sequences` and `report_sequences` bound the held-out
+    parts; the sequences are then spread evenly over them.
+    """
+
+    batch_size: int = 8
+    workers: int = 0
+    select_sequences: int | None = None
+    report_sequences: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise ValueError(f"batch_size {self.batch_size} must be at least 1")
+
+
+@dataclass(frozen=True)
+class WindowConfig:
+    """Windows of `length` tokens over the standard library, starting every `stride` tokens in training."""
+
+    length: int = 256
+    stride: int | None = None
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    """`kind` stdlib: windows of `length` tokens, starting every `stride` tokens in training."""
+    """The `data` group: `kind` stdlib or sft, the loader's keys, and the keys of the kind."""
 
-    kind: str = "stdlib"
-    length: int = 256
-    stride: int | None = None
-    batch_size: int = 8
-    workers: int = 0
+    loader: LoaderConfig
+    source: WindowConfig | SftConfig
+
+    @classmethod
+    def parse(cls, values: Mapping[str, Any]) -> "DataConfig":
+        """Raises ConfigError on an unknown kind or key."""
+        rest = dict(values)
+        kind = rest.pop("kind", None)
+        sources: dict[str, type[WindowConfig] | type[SftConfig]] = {"stdlib": WindowConfig, "sft": SftConfig}
+        if kind not in sources:
+            raise ConfigError(f"data.kind {kind!r} is unknown; use one of {', '.join(sources)}")
+        loader = {f.name: rest.pop(f.name) for f in fields(LoaderConfig) if f.name in rest}
+        return cls(build(LoaderConfig, loader, "data"), build(sources[kind], rest, "data"))
 
 
 @dataclass(frozen=True)
 class BuiltData:
-    """Loaders for training, the report part for the final numbers, and the facts that go into the manifest."""
+    """The three parts as datasets, and the facts that go into the manifest.
 
-    module: TokenDataModule
-    report: Dataset[dict[str, Tensor]]
+    `report_tokens` is the report part as one vector where it is running text, for intervals over documents.
+    """
+
+    train: Tokens
+    select: Tokens
+    report: Tokens
+    length: int
     collate: Collate
     facts: dict[str, Any]
+    loader: LoaderConfig
+    seed: int
+    report_tokens: Tensor | None = None
+    select_tokens: Tensor | None = None
+
+    def module(self, start: int = 0) -> TokenDataModule:
+        """Loaders whose training order begins at batch `start`."""
+        select = spread(self.select, self.loader.select_sequences)
+        return TokenDataModule(
+            self.train, select, self.loader.batch_size, self.collate, self.seed, self.loader.workers, start
+        )
+
+
+def spread(data: Tokens, limit: int | None) -> Tokens:
+    """At most `limit` items, evenly spread."""
+    size = len(data)  # type: ignore[arg-type]
+    if limit is None or limit >= size:
+        return data
+    return Subset(data, torch.linspace(0, size - 1, limit).round().long().tolist())
 
 
 def build_data(
     config: DataConfig, tokenizer: PreTrainedTokenizerBase, model: PretrainedConfig, seed: int
 ) -> BuiltData:
-    """Datasets of the three parts. Raises ConfigError when sequences are longer than the model allows."""
+    """Datasets of the three parts, every row read and tokenised.
+
+    Raises ConfigError or DataError when sequences are longer than the model allows, a part is empty or a row
+    is malformed.
+    """
     limit = getattr(model, "max_position_embeddings", None)
-    if limit is not None and config.length > limit:
+    if isinstance(config.source, SftConfig):
+        return _sft(config.source, config.loader, tokenizer, limit, seed)
+    return _stdlib(config.source, config.loader, tokenizer, limit, seed)
+
+
+def _sft(
+    source: SftConfig, loader: LoaderConfig, tokenizer: PreTrainedTokenizerBase, limit: int | None, seed: int
+) -> BuiltData:
+    data = build_sft(source, tokenizer, limit)
+    missing = [part for part in ("train", "select", "report") if part not in data.parts]
+    if missing:
         raise ConfigError(
-            f"data.length {config.length} exceeds the model's max_position_embeddings {limit}; "
+            f"data.fractions: part {', '.join(missing)} is empty; training needs train, the loss curve select, "
+            f"and the final numbers report: give each a fraction above 0"
+        )
+    facts = {
+        "name": source.path or source.name or "questions about the standard library",
+        "sha256": data.data_hash,
+        "rows": data.rows,
+        "packing": {part: packed.stats.to_dict() for part, packed in data.parts.items()},
+    }
+    parts = data.parts
+    return BuiltData(
+        parts["train"], parts["select"], parts["report"], parts["train"].length, collate_packed, facts, loader, seed
+    )
+
+
+def _stdlib(
+    source: WindowConfig, loader: LoaderConfig, tokenizer: PreTrainedTokenizerBase, limit: int | None, seed: int
+) -> BuiltData:
+    if limit is not None and source.length > limit:
+        raise ConfigError(
+            f"data.length {source.length} exceeds the model's max_position_embeddings {limit}; "
             f"set data.length to at most {limit}"
         )
     documents = stdlib_documents()
@@ -55,11 +153,14 @@ def build_data(
         )
         for part in ("train", "select", "report")
     }
-    train = TokenWindows(tokens["train"], config.length, config.stride)
-    select = TokenWindows(tokens["select"], config.length)
     facts = {
-        "name": "standard library", "python": sys.version.split()[0], "sha256": corpus_hash(documents),
+        "name": "standard library",
+        "python": sys.version.split()[0],
+        "sha256": corpus_hash(documents),
         "tokens": {part: len(t) for part, t in tokens.items()},
-    }  # fmt: skip
-    module = TokenDataModule(train, select, config.batch_size, collate_windows, seed, config.workers)
-    return BuiltData(module, TokenWindows(tokens["report"], config.length), collate_windows, facts)
+    }
+    windows = {part: TokenWindows(t, source.length) for part, t in tokens.items()}
+    return BuiltData(
+        TokenWindows(tokens["train"], source.length, source.stride), windows["select"], windows["report"],
+        source.length, collate_windows, facts, loader, seed, tokens["report"], tokens["select"],
+    )  # fmt: skip

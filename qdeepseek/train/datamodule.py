@@ -27,6 +27,7 @@ class TokenDataModule(L.LightningDataModule):
         collate: builds a batch dict.
         seed: of the training order.
         workers: loader processes; 0 keeps everything in the main process.
+        start: number of the first batch of the order.
     """
 
     def __init__(
@@ -37,11 +38,12 @@ class TokenDataModule(L.LightningDataModule):
         collate: Collate,
         seed: int = 0,
         workers: int = 0,
+        start: int = 0,
     ):
         super().__init__()
         self.train, self.select = train, select
         self.batch_size, self.collate, self.seed, self.workers = batch_size, collate, seed, workers
-        self._start = 0
+        self.start = self._first = start
 
     def _shape(self) -> dict[str, int]:
         world = self.trainer.world_size if self.trainer is not None else 1
@@ -49,7 +51,7 @@ class TokenDataModule(L.LightningDataModule):
 
     def train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
         rank, world = (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
-        order = ResumableBatches(len(self.train), self.batch_size, self.seed, rank, world, self._start)  # type: ignore[arg-type]
+        order = ResumableBatches(len(self.train), self.batch_size, self.seed, rank, world, self.start)  # type: ignore[arg-type]
         return DataLoader(
             self.train, batch_sampler=order, collate_fn=self.collate, num_workers=self.workers,
             persistent_workers=self.workers > 0,
@@ -63,7 +65,8 @@ class TokenDataModule(L.LightningDataModule):
 
     def state_dict(self) -> dict[str, Any]:
         assert self.trainer is not None
-        return {"batches": self.trainer.fit_loop.epoch_loop.batch_progress.total.ready, **self._shape()}
+        consumed = self.trainer.fit_loop.epoch_loop.batch_progress.total.ready
+        return {"batches": self._first + consumed, "first": self._first, **self._shape()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         now = self._shape()
@@ -74,4 +77,4 @@ class TokenDataModule(L.LightningDataModule):
                 f"data: the checkpoint was written with another data order ({was}); resume with the same "
                 f"ranks, data.batch_size, data.seed and data, or start a new run from its weights"
             )
-        self._start = state["batches"]
+        self.start, self._first = state["batches"], state["first"]

@@ -26,6 +26,7 @@ class FineTune(L.LightningModule):
         teacher: unquantised model of the same vocabulary, or None.
         distill_weight: w in [0, 1]; needs a teacher when positive.
         max_logits: upper bound on the elements of one chunk of logits.
+        stage: prefix of the logged names, such as `qat/loss` and `qat/select_loss`.
     """
 
     def __init__(
@@ -36,17 +37,16 @@ class FineTune(L.LightningModule):
         teacher: PreTrainedModel | None = None,
         distill_weight: float = 0.0,
         max_logits: int = 2**25,
+        stage: str = "train",
     ):
         super().__init__()
-        if not 0 <= distill_weight <= 1:
-            raise ValueError(f"method.distill_weight {distill_weight} must lie in [0, 1]")
         if distill_weight > 0 and teacher is None:
             raise ValueError(
                 f"method.distill_weight {distill_weight} needs a teacher; set method.teacher or set it to 0"
             )
         self.model = model.train()
         self.optim, self.steps = optim, steps
-        self.distill_weight, self.max_logits = distill_weight, max_logits
+        self.distill_weight, self.max_logits, self.stage = distill_weight, max_logits, stage
         self._teacher = (teacher,)  # a tuple, so that it is not registered as a submodule
 
     @property
@@ -80,14 +80,14 @@ class FineTune(L.LightningModule):
         w = self.distill_weight
         ce, kl = self.losses(batch, distill=w > 0)
         loss = ce if w == 0 else (1 - w) * ce + w * kl
-        self.log("train/loss", ce.detach(), prog_bar=True)
+        self.log(f"{self.stage}/loss", ce.detach(), prog_bar=True)
         if w > 0:
-            self.log("train/kl", kl.detach(), prog_bar=True)
+            self.log(f"{self.stage}/kl", kl.detach(), prog_bar=True)
         return loss
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         ce, _ = self.losses(batch, distill=False)
-        self.log("select/loss", ce, prog_bar=True, sync_dist=True, batch_size=len(batch["labels"]))
+        self.log(f"{self.stage}/select_loss", ce, prog_bar=True, sync_dist=True, batch_size=len(batch["labels"]))
 
     def configure_optimizers(self) -> Any:
         return build_optimizer(self.model, self.optim, self.steps)

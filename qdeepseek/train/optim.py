@@ -11,10 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-try:
-    from qdeepseek.layers import WeightQuantizer
-except ImportError:
-    WeightQuantizer = ()
+from qdeepseek.layers import WeightQuantizer
 from qdeepseek.train.config import OptimConfig
 
 

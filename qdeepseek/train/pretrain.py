@@ -29,18 +29,19 @@ def pretrain(config: dict[str, Any], folder: Path, *, strategy: Any, logger: Any
     L.seed_everything(config["seed"], verbose=False)
     model_config = build(ModelConfig, config["model"], "model")
     trainer_config = build(TrainerConfig, config["trainer"], "trainer")
-    data_config = build(DataConfig, config["data"], "data")
+    data_config = DataConfig.parse(config["data"])
     tokenizer = load_tokenizer(model_config)
     model = load_model(model_config)
     data = build_data(data_config, tokenizer, model.config, config["seed"])
-    module = FineTune(model, build(OptimConfig, config["optim"], "optim"), trainer_config.steps)
+    module = FineTune(model, build(OptimConfig, config["optim"], "optim"), trainer_config.steps, stage="pretrain")
     trainer = build_trainer(
         trainer_config, folder, "pretrain", strategy=strategy, logger=logger, callbacks=callbacks
     )
+    loaders = data.module()
     start = time.perf_counter()
-    fit(trainer, module, data.module, folder, "pretrain")
+    fit(trainer, module, loaders, folder, "pretrain")
     seconds = time.perf_counter() - start
-    held_out = trainer.validate(module, data.module, verbose=False)[0]["select/loss"]
+    held_out = trainer.validate(module, loaders, verbose=False)[0]["pretrain/select_loss"]
     destination = folder / "model"
     if trainer.is_global_zero:
         model.to(torch.bfloat16)
@@ -49,7 +50,7 @@ def pretrain(config: dict[str, Any], folder: Path, *, strategy: Any, logger: Any
                 parameter.data = parameter.data.float()
         model.save_pretrained(destination)
         tokenizer.save_pretrained(destination)
-        tokens = trainer_config.steps * trainer_config.accumulate * data_config.batch_size * data_config.length
+        tokens = trainer_config.steps * trainer_config.accumulate * data_config.loader.batch_size * data.length
         tokens *= trainer.world_size
         parameters = sum(p.numel() for p in model.parameters())
         facts = {

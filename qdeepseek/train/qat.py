@@ -1,0 +1,163 @@
+"""The stages of the main job as functions of one `Run`; `train.py` calls them in order.
+
+    base ──N steps──────────────────────────────▶ FP_ft      unquantised: the ceiling and the teacher
+      └──(1 − f)·N steps──▶ branch ──f·N steps──▶ QAT        same tokens, INT4 in the loop for the last f·N
+
+QAT starts from a point of the unquantised run (`method.start: branch`), so both columns see the same number of
+tokens. Every stage leaves a folder under the run's folder and is skipped when that folder is complete, so a
+killed run continues where it stopped: `run_dir=<the same folder>`.
+"""
+
+import copy
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import WandbLogger
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from qdeepseek.surgery import Coverage, Recipe, plan, prepare
+from qdeepseek.train.callbacks.balance import LossFreeBalance
+from qdeepseek.train.callbacks.branch import SaveBranch
+from qdeepseek.train.callbacks.fake_quant import FakeQuant
+from qdeepseek.train.config import ConfigError, MethodConfig, OptimConfig, build
+from qdeepseek.train.data import BuiltData, DataConfig, build_data
+from qdeepseek.train.loggers import LoggerConfig, loggers, wandb_logger
+from qdeepseek.train.models import ModelConfig, load_model, load_tokenizer
+from qdeepseek.train.module import FineTune
+from qdeepseek.train.run import TrainerConfig, build_trainer, fit
+from qdeepseek.train.save import save_model
+
+
+@dataclass
+class Run:
+    """Everything a stage needs: parsed configuration, folder, data, tokenizer, loggers, and the seconds spent."""
+
+    config: dict[str, Any]
+    folder: Path
+    seed: int
+    model: ModelConfig
+    method: MethodConfig
+    optim: OptimConfig
+    qat_optim: OptimConfig
+    trainer: TrainerConfig
+    recipe: Recipe
+    data_config: DataConfig
+    logger: LoggerConfig
+    strategy: Any = "auto"
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], strategy: Any = "auto") -> "Run":
+        """Parse every group; raises ConfigError on the first wrong value, before anything is loaded."""
+        try:
+            recipe = Recipe.from_config(config["quant"])
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        return cls(
+            config=dict(config),
+            folder=Path(config["run_dir"]),
+            seed=int(config["seed"]),
+            model=build(ModelConfig, config["model"], "model"),
+            method=build(MethodConfig, config["method"], "method"),
+            optim=build(OptimConfig, config["optim"], "optim"),
+            qat_optim=build(OptimConfig, config["qat_optim"], "qat_optim"),
+            trainer=build(TrainerConfig, config["trainer"], "trainer"),
+            recipe=recipe,
+            data_config=DataConfig.parse(config["data"]),
+            logger=build(LoggerConfig, config["logger"], "logger"),
+            strategy=strategy,
+        )
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        return load_tokenizer(self.model)
+
+    @cached_property
+    def wandb(self) -> WandbLogger | None:
+        return wandb_logger(self.logger, self.folder, self.config)
+
+    @cached_property
+    def data(self) -> BuiltData:
+        with self.timed("data"):
+            return build_data(self.data_config, self.tokenizer, self.base_config, self.seed)
+
+    @cached_property
+    def base_config(self) -> Any:
+        return copy.deepcopy(self.load("base").config)
+
+    @property
+    def qat_steps(self) -> int:
+        """Steps with quantisers in place: f·N, at least one."""
+        return max(1, round(self.method.qat_fraction * self.trainer.steps))
+
+    def load(self, which: str) -> PreTrainedModel:
+        """`base`, or a folder that an earlier stage wrote: `branch`, `fp_ft`."""
+        if which == "base":
+            return load_model(self.model)
+        return load_model(
+            ModelConfig(
+                path=str((self.folder / which).absolute()), dtype=self.model.dtype, attention=self.model.attention,
+                gradient_checkpointing=self.model.gradient_checkpointing,
+            )
+        )  # fmt: skip
+
+    @contextmanager
+    def timed(self, stage: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - start
+
+
+def check(run: Run) -> Coverage:
+    """Coverage of the base by the recipe; raises CoverageError before any training."""
+    model = run.load("base")
+    return plan(model, run.recipe)
+
+
+def _trainer(run: Run, stage: str, steps: int, callbacks: list[Callback]) -> L.Trainer:
+    return build_trainer(
+        replace(run.trainer, steps=steps), run.folder, stage, strategy=run.strategy,
+        logger=loggers(run.folder, stage, run.wandb), callbacks=callbacks,
+    )  # fmt: skip
+
+
+def fine_tune(run: Run) -> Path:
+    """FP_ft: the unquantised model after N steps, and the branch point on the way. Returns its folder."""
+    done = run.folder / "fp_ft"
+    if (done / "config.json").exists():
+        rank_zero_info(f"fp_ft: complete, taken from {done}")
+        return done
+    with run.timed("fp_ft"):
+        L.seed_everything(run.seed, verbose=False)
+        model = run.load("base")
+        branch = SaveBranch(run.trainer.steps - run.qat_steps, run.folder / "branch", run.tokenizer)
+        balance = [LossFreeBalance(run.method.balance_speed)] if run.method.balance_speed else []
+        module = FineTune(model, run.optim, run.trainer.steps, stage="fp_ft")
+        trainer = _trainer(run, "fp_ft", run.trainer.steps, [*balance, branch])
+        fit(trainer, module, run.data.module(), run.folder, "fp_ft")
+        save_model(model, run.tokenizer, done)
+        trainer.strategy.barrier()
+    return done
+
+
+def quantise_aware(run: Run) -> PreTrainedModel:
+    """The QAT student after its steps, quantisers in place."""
+    method = run.method
+    with run.timed("qat"):
+        L.seed_everything(run.seed, verbose=False)
+        student = run.load(method.start)
+        prepare(student, run.recipe)
+        teacher = run.load(method.teacher) if method.distill_weight > 0 else None
+        module = FineTune(student, run.qat_optim, run.qat_steps, teacher, method.distill_weight, stage="qat")
+        trainer = _trainer(run, "qat", run.qat_steps, [FakeQuant(method.delay_steps, method.cache)])
+        done = run.trainer.steps - run.qat_steps if method.start == "branch" else 0
+        fit(trainer, module, run.data.module(done * run.trainer.accumulate), run.folder, "qat")
+    return student.eval()
