@@ -15,8 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from eval.token_metrics import hidden_states, inference
+from qdeepseek.surgery import quantized_tensors
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.(.+)$")
 HIDDEN_PARTS = {"self_attn": "attention", "mlp": "MLP", "": "residual"}
@@ -49,8 +51,6 @@ class ErrorMap:
 
 def served_weights(model: nn.Module) -> dict[str, tuple[Tensor, nn.Module | None]]:
     """Parameter name -> (weight, its quantiser or None) for the matrices of a prepared or plain model."""
-    from qdeepseek.surgery import quantized_tensors
-
     found: dict[str, tuple[Tensor, nn.Module | None]] = {
         name: (p, None) for name, p in model.named_parameters() if p.ndim >= 2
     }
@@ -101,7 +101,7 @@ def layer_points(model: nn.Module) -> dict[tuple[int, str], nn.Module]:
     return points
 
 
-def record(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[tuple[int, str], Tensor]:
+def record(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> dict[tuple[int, str], Tensor]:
     """Outputs (B, L, H) of all layer points in one forward pass."""
     outputs: dict[tuple[int, str], Tensor] = {}
     handles = []
@@ -119,7 +119,9 @@ def record(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[tuple[int, str
 
 
 def hidden_error(
-    models: Mapping[str, nn.Module], reference: nn.Module, batches: Iterable[Mapping[str, Tensor]]
+    models: Mapping[str, PreTrainedModel],
+    reference: PreTrainedModel,
+    batches: Iterable[Mapping[str, Tensor]],
 ) -> dict[str, ErrorMap]:
     """Relative error of hidden states of every model, on the same `batches` (a few are enough)."""
     sums: dict[str, dict[tuple[int, str], float]] = {name: {} for name in models}

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 IGNORED = -100
@@ -113,6 +113,14 @@ def batch_units(batch: Mapping[str, Tensor], first_row: int) -> Tensor:
     return rows[:, None].expand(-1, labels_BL.shape[1] - 1)
 
 
+def output_head(model: PreTrainedModel) -> nn.Module:
+    """The module that maps hidden states to logits."""
+    head = model.get_output_embeddings()
+    if head is None:
+        raise ValueError(f"{type(model).__name__} has no output head; load it as a causal language model")
+    return head
+
+
 def score_batch(
     models: Mapping[str, PreTrainedModel], teacher: PreTrainedModel | None, batch: Mapping[str, Tensor], max_logits: int
 ) -> dict[str, Tensor]:
@@ -126,7 +134,7 @@ def score_batch(
 
     everyone = {id(m): m for m in [*models.values(), *([teacher] if teacher is not None else [])]}
     hidden = {key: scored_hidden(model) for key, model in everyone.items()}
-    heads = {key: model.get_output_embeddings() for key, model in everyone.items()}
+    heads = {key: output_head(model) for key, model in everyone.items()}
     labels_T = labels_BL[scored_BL]
     pieces: dict[str, list[Tensor]] = {name: [torch.zeros(0, 4, dtype=torch.float64)] for name in models}
     rows = max(1, max_logits // max(m.config.vocab_size for m in everyone.values()))
@@ -134,10 +142,12 @@ def score_batch(
         part = slice(start, start + rows)
         teacher_TV = None if teacher is None else heads[id(teacher)](hidden[id(teacher)][part])
         for name, model in models.items():
-            logits_TV = teacher_TV if model is teacher else heads[id(model)](hidden[id(model)][part])
-            device = logits_TV.device
-            reference = None if teacher_TV is None else teacher_TV.to(device)
-            pieces[name].append(score(logits_TV, labels_T[part].to(device), reference).cpu())
+            if teacher_TV is not None and model is teacher:
+                logits_TV = teacher_TV
+            else:
+                logits_TV = heads[id(model)](hidden[id(model)][part])
+            reference = None if teacher_TV is None else teacher_TV.to(logits_TV.device)
+            pieces[name].append(score(logits_TV, labels_T[part].to(logits_TV.device), reference).cpu())
     return {name: torch.cat(parts) for name, parts in pieces.items()}
 
 
