@@ -95,7 +95,8 @@ class WeightQuantizer(nn.Module):
             if self.zero is not None and zero is not None:
                 self.zero.copy_(zero)
         elif self.clip_ratio is not None:
-            (lo, hi), (full_lo, full_hi) = self._range(w, searched=True), self._range(w)
+            lo, hi = self._range(w, searched=True)
+            full_lo, full_hi = find_range(w, self.scheme, RangeMethod(), self.scale_shape)
             if self.clip_ratio_low is None:
                 hi, full_hi = torch.maximum(hi, -lo), torch.maximum(full_hi, -full_lo)
             else:
