@@ -87,10 +87,10 @@ def parts_of(parameter: str) -> tuple[str, ...]:
     return ("gate", "up") if parameter.endswith("gate_up_proj") else ("down",)
 
 
-def rows_of(part: str, tensor_OI: Tensor) -> Tensor:
+def rows_of(part: str | None, tensor_OI: Tensor) -> Tensor:
     """Rows of one projection in one expert's slice of a fused weight, its codes, scales or zero points."""
     half = tensor_OI.shape[0] // 2
-    return {"gate": tensor_OI[:half], "up": tensor_OI[half:], "down": tensor_OI}[part]
+    return {"gate": tensor_OI[:half], "up": tensor_OI[half:]}.get(part or "", tensor_OI)
 
 
 def to_model(name: str, layout: Layout) -> ModelName:

@@ -53,9 +53,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
         if end != size:
             raise ValueError(f"its header describes {end} bytes, the file has {size}")
     except (ValueError, KeyError, TypeError, UnicodeDecodeError) as error:
-        raise ValueError(
-            f"{path} is no complete safetensors file: {error}; download or copy it again"
-        ) from error
+        raise ValueError(f"{path} is no complete safetensors file: {error}; download or copy it again") from error
     return infos
 
 
@@ -114,9 +112,7 @@ def _info(entry: dict, data_start: int) -> TensorInfo:
         raise ValueError(f"dtype {entry['dtype']} is not known to this reader")
     dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
     if torch.Size(shape).numel() * dtype.itemsize != end - begin:
-        raise ValueError(
-            f"shape {shape} of {entry['dtype']} does not fill the {end - begin} bytes it is given"
-        )
+        raise ValueError(f"shape {shape} of {entry['dtype']} does not fill the {end - begin} bytes it is given")
     return TensorInfo(dtype, shape, data_start + begin, end - begin)
 
 

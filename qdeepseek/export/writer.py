@@ -114,13 +114,23 @@ def atomic_folder(destination: Path) -> Iterator[Path]:
         raise
 
 
+def require_space(destination: Path, nbytes: int) -> None:
+    """Raises OSError (ENOSPC) before any work if the file system cannot hold `nbytes` beside what is there."""
+    parent = Path(os.path.abspath(destination)).parent
+    while not parent.exists():
+        parent = parent.parent
+    free = shutil.disk_usage(parent).free
+    if free < nbytes:
+        raise OSError(
+            errno.ENOSPC,
+            f"export to {destination} needs {nbytes / 1e9:.3f} GB beside any earlier export, {free / 1e9:.3f} GB are "
+            "free; free some space or choose another destination",
+        )
+
+
 def _disk_full(error: OSError, destination: Path) -> OSError:
     free = shutil.disk_usage(destination.parent).free / 1e9
-    kept = (
-        f"the earlier export in {destination} is unchanged"
-        if destination.exists()
-        else "nothing was left there"
-    )
+    kept = f"the earlier export in {destination} is unchanged" if destination.exists() else "nothing was left there"
     return OSError(
         error.errno,
         f"export to {destination} stopped: {_FULL[error.errno or 0]} ({free:.2f} GB free); {kept}. "

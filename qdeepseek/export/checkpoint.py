@@ -1,0 +1,109 @@
+"""A folder (or file) of safetensors as one mapping from name to tensor, read a tensor at a time.
+
+FP8 block-quantised checkpoints (DeepSeek-V3) keep W as float8_e4m3 with one fp32 factor for each 128 × 128 block:
+
+    W[i, j] = fp8[i, j] · weight_scale_inv[i // 128, j // 128]          rounded once, to bf16
+
+`read` returns that W, and the factors are not listed among the names. Source: DeepSeek-V3 inference/kernel.py.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from qdeepseek.export import safetensors_file
+from qdeepseek.export.safetensors_file import TensorInfo
+from qdeepseek.export.writer import INDEX
+
+FP8_BLOCK = 128
+FP8_FACTOR = "_scale_inv"
+
+
+class Checkpoint:
+    """Tensors of a checkpoint folder, or of a single safetensors file.
+
+    Raises FileNotFoundError for a missing folder, shard or weight file, ValueError for a broken shard.
+    """
+
+    def __init__(self, path: Path | str):
+        self.path = Path(path)
+        self._tensors: dict[str, tuple[Path, TensorInfo]] = {}
+        for shard in _shards(self.path):
+            for name, info in safetensors_file.read_header(shard).items():
+                if name in self._tensors:
+                    raise ValueError(
+                        f"{name} is in {self._tensors[name][0].name} and in {shard.name} of {self.path}; "
+                        "remove the shards of the other checkpoint"
+                    )
+                self._tensors[name] = (shard, info)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
+
+    def __iter__(self) -> Iterator[str]:
+        """Names in the order of the shards, without the factors of FP8 weights."""
+        return (n for n in self._tensors if not self._is_factor(n))
+
+    def info(self, name: str) -> TensorInfo:
+        """Dtype and shape as stored."""
+        return self._find(name)[1]
+
+    def read(self, name: str) -> Tensor:
+        """The tensor, in memory of its own; an FP8 weight as bf16."""
+        shard, info = self._find(name)
+        tensor = safetensors_file.read_tensor(shard, info)
+        if info.dtype != torch.float8_e4m3fn or name + FP8_FACTOR not in self._tensors:
+            return tensor
+        factor_shard, factor_info = self._tensors[name + FP8_FACTOR]
+        return dequantize_fp8(tensor, safetensors_file.read_tensor(factor_shard, factor_info))
+
+    def _find(self, name: str) -> tuple[Path, TensorInfo]:
+        if name not in self._tensors:
+            near = [n for n in self._tensors if n.rpartition(".")[0] == name.rpartition(".")[0]][:3]
+            there = f"there are {', '.join(near)}" if near else f"it holds {len(self._tensors)} others"
+            raise ValueError(f"{self.path} has no tensor {name} ({there}); is it the checkpoint of this model?")
+        return self._tensors[name]
+
+    def _is_factor(self, name: str) -> bool:
+        return name.endswith(FP8_FACTOR) and name.removesuffix(FP8_FACTOR) in self._tensors
+
+
+def dequantize_fp8(weight_OI: Tensor, factors: Tensor) -> Tensor:
+    """bf16 weight of an FP8 weight (O, I) and its factors (ceil(O/128), ceil(I/128))."""
+    rows, columns = weight_OI.shape
+    if factors.shape != (-(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK)):
+        raise ValueError(
+            f"factors of shape {tuple(factors.shape)} do not cover an FP8 weight of shape {tuple(weight_OI.shape)} "
+            f"in blocks of {FP8_BLOCK} x {FP8_BLOCK}"
+        )
+    spread = factors.float().repeat_interleave(FP8_BLOCK, 0)[:rows]
+    spread = spread.repeat_interleave(FP8_BLOCK, 1)[:, :columns]
+    return (weight_OI.float() * spread).to(torch.bfloat16)
+
+
+def _shards(path: Path) -> list[Path]:
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        raise FileNotFoundError(f"{path} does not exist; give a checkpoint folder or a safetensors file")
+    index = path / INDEX
+    if not index.is_file():
+        shards = sorted(path.glob("*.safetensors"))
+        if not shards:
+            raise FileNotFoundError(
+                f"{path} holds no *.safetensors; convert pickled weights with save_pretrained first"
+            )
+        return shards
+    try:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (ValueError, KeyError, AttributeError) as error:
+        raise ValueError(f"{index} is no index of safetensors shards: {error!r}") from error
+    missing = [name for name in names if not (path / name).is_file()]
+    if missing:
+        raise FileNotFoundError(
+            f"{path} lacks {len(missing)} of {len(names)} shards of its index, first {missing[0]}; download it again"
+        )
+    return [path / name for name in names]
