@@ -1,7 +1,7 @@
 """What a recipe does to a model, by parameter count: a table for people, a mapping for files.
 
     share(part, class, scheme) = parameters in that row / all parameters
-    bits per weight = sum(bits_per_weight(scheme, shape) · n) / sum(n), parameters that stay as they are counted as 16 bits
+    bits per weight = sum(bits_per_weight(scheme, shape) * n) / sum(n), kept parameters counted as 16 bits
 
 A weight shared by two modules counts once, and twice when the recipe unties it. Buffers are not counted.
 """

@@ -1,10 +1,8 @@
 """Which part of a model a module is: routed experts, router, attention, ... by module name and class.
 
-    part(name, module) in PARTS
-
-Names and classes are those of transformers 5 for deepseek_v2 / v3 / v4, qwen2_moe / qwen3_moe, mixtral, llama, qwen2 and
-deepseek_vl; per-expert `experts.N.*` Linear layers (remote-code checkpoints) are understood too. The order of the tests
-below matters: a vision tower also has `self_attn`, a shared expert also sits inside `mlp`.
+Names and classes are those of transformers 5 for deepseek_v2 / v3 / v4, qwen2_moe / qwen3_moe, mixtral, llama, qwen2
+and deepseek_vl; per-expert `experts.N.*` Linear layers (remote-code checkpoints) are understood too. The order of the
+tests below matters: a vision tower also has `self_attn`, a shared expert also sits inside `mlp`.
 """
 
 import re

@@ -1,9 +1,10 @@
 """Applies a recipe to the module names of a model and refuses it, before anything is changed, where it does not fit.
 
-    assign(model, recipe) -> [(module name, module, part, rule, scheme)]        plan(model, recipe) -> Coverage
+    scheme(module) = that of the first rule whose regular expression matches the whole name, its fallback where groups
+                     do not divide in_features, None where there is no rule or the rule says null
 
-Only shapes and names are read, so a 671 B model on the meta device is planned in seconds. All problems are collected and
-reported in one CoverageError, the first of each kind in full.
+Only shapes and names are read, so a 671 B model on the meta device is planned in seconds. All problems are collected
+and reported in one CoverageError, the first of each kind in full.
 """
 
 import re
@@ -17,7 +18,7 @@ from qdeepseek.surgery.coverage import Coverage, CoverageError, PlannedTensor
 from qdeepseek.surgery.families import FUSION_GROUPS, NEVER_QUANTIZED, is_fused_experts, part_of
 from qdeepseek.surgery.recipe import Recipe, Rule, TensorScheme
 
-_EXPERT_INDEX = re.compile(r"(.*\.experts)\.\d+\.(\w+)")
+_EXPERT_INDEX = re.compile(r"((?:.*\.)?experts)\.\d+\.(\w+)")
 
 
 @dataclass(frozen=True)
@@ -53,9 +54,10 @@ class _Problems:
 def plan(model: nn.Module, recipe: Recipe) -> Coverage:
     """The coverage of `recipe` on `model`, which is not changed and may live on the meta device.
 
-    Raises CoverageError for: a rule that is not optional and matches nothing; a rule that quantises a router, norm, vision
-    tower, aligner, MTP module or an unsupported class; a group size that does not divide in_features; fused projections
-    with different schemes; a tied weight that would be quantised; routed experts covered below `min_expert_share`.
+    Raises CoverageError for: a rule that is not optional and matches nothing; a rule that quantises a router, norm,
+    vision tower, aligner, MTP module or an unsupported class; a group size that does not divide in_features; fused
+    projections with different schemes; a tied weight that would be quantised; routed experts covered below
+    `min_expert_share`.
     """
     return coverage_of(assign(model, recipe), recipe)
 
@@ -112,9 +114,7 @@ def coverage_of(assignments: list[Assignment], recipe: Recipe) -> Coverage:
             scheme = a.scheme if name in quantised else None
             kind = _class(a.module) + (" bias" if key == "bias" else "")
             planned.append(PlannedTensor(name, tuple(parameter.shape), parameter.numel(), a.part, kind, scheme))
-    unmatched = tuple(
-        a.name for a in assignments if a.rule is None and isinstance(a.module, nn.Linear | nn.Embedding)
-    )
+    unmatched = tuple(a.name for a in assignments if a.rule is None and isinstance(a.module, nn.Linear | nn.Embedding))
     return Coverage(recipe.name, tuple(planned), unmatched)
 
 
@@ -137,14 +137,14 @@ def _unsupported(module: nn.Module) -> str | None:
     return "only Linear, Embedding and fused experts can be quantised"
 
 
-def _fitting_scheme(
-    name: str, module: nn.Module, part: str, rule: Rule, problems: _Problems
-) -> TensorScheme | None:
+def _fitting_scheme(name: str, module: nn.Module, part: str, rule: Rule, problems: _Problems) -> TensorScheme | None:
     scheme = rule.scheme
     assert scheme is not None
     keep = f"put a rule {{match: '{re.escape(name)}', scheme: null}} above it, or make its regular expression narrower"
     if part in NEVER_QUANTIZED:
-        problems.add(("never", part, str(rule)), f"{rule} quantises {name}, a {part} module, which always stays as it is; {keep}")
+        problems.add(
+            ("never", part, str(rule)), f"{rule} quantises {name}, a {part} module, which always stays as it is; {keep}"
+        )
         return None
     reason = _unsupported(module)
     if reason is not None:
@@ -181,9 +181,7 @@ def _misfit(name: str, module: nn.Module, scheme: TensorScheme) -> str | None:
     return None
 
 
-def _check_rules_used(
-    assignments: list[Assignment], recipe: Recipe, used: set[int], problems: _Problems
-) -> None:
+def _check_rules_used(assignments: list[Assignment], recipe: Recipe, used: set[int], problems: _Problems) -> None:
     for index, rule in enumerate(recipe.rules):
         if rule.optional or index in used:
             continue
@@ -220,8 +218,8 @@ def _add_fusion(a: Assignment, b: Assignment, what: str, problems: _Problems) ->
     one, two = (x.scheme.label if x.scheme else "unquantised" for x in (a, b))
     problems.add(
         ("fusion", what, str(a.rule), str(b.rule)),
-        f"{a.name} is {one} ({a.rule or 'no rule'}) and {b.name} is {two} ({b.rule or 'no rule'}): runtimes fuse {what}, "
-        "so they must share one scheme; let one rule match both",
+        f"{a.name} is {one} ({a.rule or 'no rule'}) and {b.name} is {two} ({b.rule or 'no rule'}): runtimes fuse "
+        f"{what}, so they must share one scheme; let one rule match both",
     )
 
 
@@ -242,8 +240,8 @@ def _check_tied(assignments: list[Assignment], recipe: Recipe, problems: _Proble
             names = " and ".join(a.name for a in group)
             problems.add(
                 ("tied", names),
-                f"{quantised[0].rule} quantises {quantised[0].name}, whose weight is tied ({names} are one tensor); set "
-                "untie: true in the recipe to clone it, or keep both in bf16",
+                f"{quantised[0].rule} quantises {quantised[0].name}, whose weight is tied ({names} are one tensor); "
+                "set untie: true in the recipe to clone it, or keep both in bf16",
             )
 
 
@@ -256,6 +254,6 @@ def _check_experts(assignments: list[Assignment], recipe: Recipe) -> None:
     raise CoverageError(
         f"recipe {recipe.name!r} quantises {share:.2%} of the routed-expert parameters, below min_expert_share "
         f"{recipe.min_expert_share:.2%}; first one left out: {missed.name} ({type(missed.module).__name__}, "
-        f"{missed.rule or 'no rule matches'}). Add a rule for it, such as {{match: '(.*\\.)?mlp\\.experts', scheme: main}}, "
-        "or set min_expert_share: 0 if the experts are meant to stay as they are"
+        f"{missed.rule or 'no rule matches'}). Add a rule such as {{match: '(.*\\.)?mlp\\.experts', scheme: main}}, or "
+        "set min_expert_share: 0 if the experts are meant to stay as they are"
     )

@@ -4,8 +4,8 @@
 
 Parameters are shared, never copied (except a tied weight that the recipe unties), so optimisers, checkpoints and
 `state_dict` keys of weights stay as they were. Fused experts are reached through transformers' experts interface: the
-config's `_experts_implementation` selects `qdeepseek_grouped_mm` (default), `qdeepseek_batched_mm` or `qdeepseek_eager`.
-Works on the meta device, where scales are left uninitialised.
+config's `_experts_implementation` selects `qdeepseek_grouped_mm` (default), `qdeepseek_batched_mm` or
+`qdeepseek_eager`. Works on the meta device, where scales are left uninitialised.
 """
 
 from collections.abc import Iterator
@@ -54,9 +54,7 @@ class QuantizedTensor:
     input: QuantScheme | None
 
 
-def prepare(
-    model: nn.Module, recipe: Recipe, *, initialize: bool = True, experts: str = "grouped_mm"
-) -> Coverage:
+def prepare(model: nn.Module, recipe: Recipe, *, initialize: bool = True, experts: str = "grouped_mm") -> Coverage:
     """Quantises `model` by `recipe`, in place, and returns the coverage. Undone by `restore`.
 
     initialize  find learned scales and clip ratios from the weights now; False leaves that to a checkpoint or to
@@ -114,7 +112,7 @@ def quantized_tensors(model: nn.Module) -> Iterator[QuantizedTensor]:
             found = [
                 ("gate_up_proj", module.gate_up_proj_quantizer, module.input_quantizer),
                 ("down_proj", module.down_proj_quantizer, module.down_input_quantizer),
-            ]  # type: ignore[list-item]
+            ]
         else:
             continue
         for key, quantizer, activation in found:
@@ -129,10 +127,13 @@ def untie(model: nn.Module) -> bool:
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()  # type: ignore[operator]
     if head is None or head.weight is not embedding.weight:
         return False
+    tied = {name for name, p in model.named_parameters(remove_duplicate=False) if p is head.weight}
     head.weight = nn.Parameter(embedding.weight.detach().clone(), requires_grad=embedding.weight.requires_grad)
     model.config.tie_word_embeddings = False  # type: ignore[union-attr]
-    # transformers computes this map once; save_pretrained would drop the head and from_pretrained would tie it again
-    model.all_tied_weights_keys = {}  # type: ignore[assignment]
+    # transformers fills this map {target: source} once; left as it is, save_pretrained would drop the head again
+    ties: Any = getattr(model, "all_tied_weights_keys", {})
+    for target in tied & set(ties):
+        del ties[target]
     return True
 
 
@@ -150,12 +151,12 @@ def _swap(model: nn.Module, assignment: Assignment, scheme: TensorScheme) -> Non
         inputs = (_activation(scheme.input), _activation(scheme.input_of("down_proj")))
         attach_expert_quantizers(module, gate_up, down, *inputs)
         return
+    assert isinstance(module, nn.Linear | nn.Embedding)
     weight = module.weight
-    quantizer = WeightQuantizer(scheme.weight, scheme.method, weight.shape, device=weight.device, name=name)  # type: ignore[arg-type, union-attr]
+    quantizer = WeightQuantizer(scheme.weight, scheme.method, weight.shape, device=weight.device, name=name)
     if isinstance(module, nn.Linear):
         model.set_submodule(name, QuantLinear.from_linear(module, quantizer, _activation(scheme.input_of(name))))
     else:
-        assert isinstance(module, nn.Embedding)
         model.set_submodule(name, QuantEmbedding.from_embedding(module, quantizer))
 
 
@@ -169,7 +170,7 @@ def _select_experts_implementation(model: nn.Module, name: str) -> None:
         return
     register_experts_implementations()
     for module in quantised:  # all are read before any is written: the layers share one config
-        module.stock_experts_implementation = module.config._experts_implementation  # type: ignore[union-attr, assignment]
+        module.stock_experts_implementation = module.config._experts_implementation  # type: ignore[union-attr]
     for module in quantised:
         module.config._experts_implementation = name  # type: ignore[union-attr]
 

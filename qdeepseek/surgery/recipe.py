@@ -2,9 +2,9 @@
 
     scheme(name) = rules[min i : rules[i].match fullmatches name].scheme      (None: stays as it is)
 
-`conf/quant/*.yaml` holds recipes as plain mappings. Schemes have names so that a rule refers to one and a command line can
-change it: `quant.schemes.main.weight.group_size=64`, `quant.rules.kv_b_proj.scheme=null`. Every mapping is strict: an
-unknown key is an error that lists the allowed ones.
+`conf/quant/*.yaml` holds recipes as plain mappings. Schemes have names so that a rule refers to one and a command line
+can change it: `quant.schemes.main.weight.group_size=64`, `quant.rules.kv_b_proj.scheme=null`. Every mapping is strict:
+an unknown key is an error that lists the allowed ones.
 """
 
 import re
@@ -32,12 +32,16 @@ class TensorScheme:
 
     def __post_init__(self) -> None:
         if self.weight.granularity == "per_token":
-            raise ValueError("weight granularity per_token is for activations; use per_group, per_channel or per_tensor")
+            raise ValueError(
+                "weight granularity per_token is for activations; use per_group, per_channel or per_tensor"
+            )
         for key, scheme in (("input", self.input), ("down_input", self.down_input)):
             if scheme is not None and scheme.granularity not in ("per_token", "per_group"):
                 raise ValueError(f"{key} granularity {scheme.granularity} mixes tokens; use per_token or per_group")
         if self.down_input is not None and self.input is None:
-            raise ValueError("down_input without input; give both, or set input to the wider format and leave out the other")
+            raise ValueError(
+                "down_input without input; give both, or set input to the wider format and leave out the other"
+            )
 
     def input_of(self, name: str) -> QuantScheme | None:
         """The scheme of the activation that enters the weight `name` (a module or parameter name)."""
@@ -118,7 +122,7 @@ class Recipe:
     """Rules in order, and what the result must satisfy.
 
     untie             clone a weight shared by embedding and lm_head, so that either can be quantised
-    min_expert_share  least share of routed-expert parameters that must be quantised in a model that has any; 0 turns it off
+    min_expert_share  share of routed-expert parameters that must be quantised in a model that has any; 0 turns it off
     """
 
     name: str
@@ -134,8 +138,8 @@ class Recipe:
     def from_config(cls, config: Mapping[str, Any]) -> "Recipe":
         """Builds a recipe from a plain mapping `{name, schemes, rules, untie, min_expert_share}`.
 
-        `schemes` maps a name to a TensorScheme mapping, `rules` maps a name to `{match, scheme, optional, fallback}` where
-        scheme and fallback are names in `schemes` or null. Raises ValueError naming key, allowed keys and place.
+        `schemes` maps a name to a TensorScheme mapping, `rules` maps a name to `{match, scheme, optional, fallback}`
+        where scheme and fallback are names in `schemes` or null. Raises ValueError naming key, allowed keys and place.
         """
         values = strict(config, ["name", "schemes", "rules", "untie", "min_expert_share"], "quant")
         schemes = {
@@ -148,7 +152,9 @@ class Recipe:
             if value is not None
         ]
         if not isinstance(values.get("name"), str):
-            raise ValueError("quant: key name is missing; give the recipe a name, it is written to reports and manifests")
+            raise ValueError(
+                "quant: key name is missing; give the recipe a name, it is written to reports and manifests"
+            )
         return cls(rules=tuple(rules), **values)
 
     def to_dict(self) -> dict[str, Any]:
@@ -212,6 +218,8 @@ def _rule(name: str, mapping: Any, schemes: Mapping[str, TensorScheme]) -> Rule:
         chosen = values.get(key)
         if chosen is not None and chosen not in schemes:
             known = ", ".join(schemes) or "none"
-            raise ValueError(f"{where}.{key}: no scheme {chosen!r} in quant.schemes (there: {known}); null keeps modules as they are")
+            raise ValueError(
+                f"{where}.{key}: no scheme {chosen!r} in quant.schemes (there: {known}); null keeps modules as they are"
+            )
         values[key] = None if chosen is None else schemes[chosen]
     return Rule(name=name, **values)

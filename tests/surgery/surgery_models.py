@@ -4,7 +4,6 @@ import json
 from functools import cache
 from pathlib import Path
 
-import pytest
 import torch
 import yaml
 
@@ -39,8 +38,8 @@ def tiny_moe(kind: str):
     """A random MoE of another family, every dimension a multiple of 32."""
     import transformers as t
 
-    size = dict(vocab_size=96, hidden_size=64, num_attention_heads=2, max_position_embeddings=64)
-    experts = dict(num_experts_per_tok=2, moe_intermediate_size=64, num_hidden_layers=2)
+    size = {"vocab_size": 96, "hidden_size": 64, "num_attention_heads": 2, "max_position_embeddings": 64}
+    experts = {"num_experts_per_tok": 2, "moe_intermediate_size": 64, "num_hidden_layers": 2}
     configs = {
         "mixtral": lambda: t.MixtralConfig(
             **size, intermediate_size=64, num_hidden_layers=2, num_key_value_heads=1, num_local_experts=4),
@@ -59,8 +58,3 @@ def tiny_moe(kind: str):
     }  # fmt: skip
     torch.manual_seed(0)
     return t.AutoModelForCausalLM.from_config(configs[kind]()).eval()
-
-
-@pytest.fixture
-def tokens():
-    return torch.randint(0, 96, (2, 12), generator=torch.Generator().manual_seed(1))
