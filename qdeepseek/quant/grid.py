@@ -40,7 +40,7 @@ def scale_bounds(scheme: QuantScheme, dtype: torch.dtype) -> tuple[float, float]
 def round_scale(scale: Tensor, scheme: QuantScheme, dtype: torch.dtype) -> Tensor:
     """The scale as served: rounded to scale_dtype, inside `scale_bounds`, in the compute dtype of `dtype`."""
     floor, ceiling = scale_bounds(scheme, dtype)
-    return scale.to(scheme.torch_scale_dtype).to(compute_dtype(dtype)).clamp_(floor, ceiling)
+    return scale.to(scheme.torch_scale_dtype).to(compute_dtype(dtype)).clamp(floor, ceiling)
 
 
 def scale_from_range(lo: Tensor, hi: Tensor, scheme: QuantScheme, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
