@@ -137,9 +137,7 @@ class _Grid:
         return spread.to(self.scale.dtype, copy=True)
 
 
-def _walk(
-    work: Tensor, upper: Tensor, grid: _Grid, config: GPTQConfig, columns: Tensor | None = None
-) -> Tensor:
+def _walk(work: Tensor, upper: Tensor, grid: _Grid, config: GPTQConfig, columns: Tensor | None = None) -> Tensor:
     """The column loop: codes in walking order. `work` is overwritten; `columns` is each one's original place."""
     size, scheme = work.shape[-1], grid.scheme
     group = scheme.group_size or size

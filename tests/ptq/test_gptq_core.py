@@ -9,7 +9,7 @@ from qdeepseek.quant.grid import dequantize, quantize, scale_from_range
 from qdeepseek.quant.ranges import find_range
 from qdeepseek.quant.scheme import QuantScheme, RangeMethod
 
-OUT, IN, TOKENS = 24, 64, 512
+OUT, IN, TOKENS = 12, 48, 256
 SCHEMES = [
     QuantScheme(bits=bits, granularity=granularity, group_size=16, symmetric=symmetric, grid=grid)
     for bits in (2, 3, 4, 8)
@@ -18,7 +18,7 @@ SCHEMES = [
 ]
 CONFIGS = [
     GPTQConfig(block=16),
-    GPTQConfig(block=40),
+    GPTQConfig(block=20),
     GPTQConfig(block=24, scales="original"),
     GPTQConfig(block=24, scales="original", act_order=True),
 ]
@@ -66,7 +66,7 @@ def naive(w: Tensor, hessian: Tensor, scheme: QuantScheme, config: GPTQConfig) -
     return codes, scale
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=["current", "block40", "original", "act_order"])
+@pytest.mark.parametrize("config", CONFIGS, ids=["current", "block20", "original", "act_order"])
 @pytest.mark.parametrize("scheme", SCHEMES, ids=ids)
 def test_equals_the_naive_reference(scheme, config):
     w, hessian = problem()
@@ -77,7 +77,7 @@ def test_equals_the_naive_reference(scheme, config):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("config", CONFIGS, ids=["current", "block40", "original", "act_order"])
+@pytest.mark.parametrize("config", CONFIGS, ids=["current", "block20", "original", "act_order"])
 @pytest.mark.parametrize("scheme", SCHEMES, ids=ids)
 def test_beats_rounding_and_is_a_fixed_point(scheme, config, dtype):
     w, hessian = problem(seed=1, dtype=torch.float32)
@@ -93,7 +93,7 @@ def test_beats_rounding_and_is_a_fixed_point(scheme, config, dtype):
     assert output_error(w, w_hat, hessian) < bar * output_error(w, rounded, hessian)
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=["current", "block40", "original", "act_order"])
+@pytest.mark.parametrize("config", CONFIGS, ids=["current", "block20", "original", "act_order"])
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_experts_equal_their_slices(symmetric, config):
     scheme = QuantScheme(bits=4, group_size=16, symmetric=symmetric)
@@ -127,6 +127,7 @@ def test_dead_columns_are_rounded_and_disturb_nothing():
     scheme = QuantScheme(bits=4, granularity="per_channel")
     w, hessian = problem()
     dead = torch.tensor([0, 7, IN - 1])
+    w[:, dead] *= 0.1  # so that they do not set the row's range
     hessian[dead], hessian[:, dead] = 0, 0
     alive = torch.tensor([i for i in range(IN) if i not in dead.tolist()])
     codes, scale, _ = gptq_quantize(w, hessian, scheme)
