@@ -195,37 +195,46 @@ def _tokenize(where: str, text: str, spans: list[Span], tokenizer: Any) -> Encod
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     ids, offsets = list(encoded["input_ids"]), encoded["offset_mapping"]
     trained = np.zeros(len(ids) + 1, dtype=bool)
-    eos, token = tokenizer.eos_token_id, 0
+    token = 0
     for start, end in spans:
         while token < len(ids) and offsets[token][1] <= start:
             token += 1
         first = token
         while token < len(ids) and offsets[token][0] < end:
             token += 1
-        stop = _end_of_turn(ids, first, token, eos, tokenizer)
+        stop = _end_of_turn(ids, first, token, tokenizer)
         trained[first:stop] = True
     if not trained.any():
         raise DataError(f"{where}: the chat template leaves no assistant token to train on")
     last = int(np.flatnonzero(trained)[-1])
-    if ids[last] != eos and not text[offsets[last][1] :].strip() and not _is_special(ids[last], tokenizer):
-        del ids[last + 1 :]
-        ids.append(eos)  # the template ends the answer with nothing, so the model would never learn to stop
+    if not text[offsets[last][1] :].strip() and not _is_end(ids[last], tokenizer):
+        del ids[last + 1 :]  # the template ends the answer with nothing: the model would never learn to stop
+        ids.append(tokenizer.eos_token_id)
         trained[last + 1] = True
     tokens = np.array(ids, dtype=np.int32)
     return Encoded(where, tokens, np.where(trained[: len(ids)], tokens, IGNORE).astype(np.int32))
 
 
-def _end_of_turn(ids: list[int], first: int, stop: int, eos: int, tokenizer: Any) -> int:
-    """Where the loss of a turn ends: right after its EOS, which may stand just outside the marked span."""
-    inside = [i for i in range(first, stop) if ids[i] == eos]
-    if inside:
-        return inside[-1] + 1
+def _end_of_turn(ids: list[int], first: int, stop: int, tokenizer: Any) -> int:
+    """Where the loss of a turn ends: after its end token, which may stand just outside the marked span."""
+
+    def blank(i: int) -> bool:
+        return not _is_end(ids[i], tokenizer) and not tokenizer.decode(ids[i]).strip()
+
+    end = stop
+    while end > first and blank(end - 1):
+        end -= 1
+    if end > first and _is_end(ids[end - 1], tokenizer):
+        return end
     following = stop
-    while following < len(ids) and ids[following] != eos and not tokenizer.decode(ids[following]).strip():
+    while following < len(ids) and blank(following):
         following += 1
-    return following + 1 if following < len(ids) and ids[following] == eos else stop
+    return following + 1 if following < len(ids) and ids[following] == tokenizer.eos_token_id else stop
 
 
-def _is_special(token: int, tokenizer: Any) -> bool:
+def _is_end(token: int, tokenizer: Any) -> bool:
+    """EOS or another special token, such as `<|im_end|>` where the tokenizer's EOS is something else."""
+    if token == tokenizer.eos_token_id or token in tokenizer.all_special_ids:
+        return True
     added = tokenizer.added_tokens_decoder.get(token)
-    return token in tokenizer.all_special_ids or (added is not None and added.special)
+    return added is not None and added.special

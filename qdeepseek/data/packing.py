@@ -45,9 +45,7 @@ class PackingStats:
         return asdict(self)
 
 
-def fit_length(
-    documents: Sequence[Encoded], length: int, too_long: str
-) -> tuple[list[Encoded], dict[str, int]]:
+def fit_length(documents: Sequence[Encoded], length: int, too_long: str) -> tuple[list[Encoded], dict[str, int]]:
     """Documents of at most `length` tokens that have something to train on, and counts of what was changed.
 
     `too_long`: "error" raises DataError with the row, "truncate" keeps the first `length` tokens, "split"

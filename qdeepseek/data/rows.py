@@ -139,9 +139,7 @@ def _check_message(where: str, message: Any, what: str) -> dict[str, Any]:
         raise DataError(f"{where}: {what} must be an object with role and content, found {found}")
     kept = {key: value for key, value in message.items() if value is not None}
     if "role" not in kept:
-        raise DataError(
-            f"{where}: {what} has no 'role', found {_names(kept)}; rename keys to role and content"
-        )
+        raise DataError(f"{where}: {what} has no 'role', found {_names(kept)}; rename keys to role and content")
     role = kept["role"]
     if role not in ROLES:
         raise DataError(f"{where}: {what} has unknown role {role!r}; known are {', '.join(ROLES)}")

@@ -37,9 +37,7 @@ class SftConfig:
     group_field: str | None = None
     max_length: int | None = None
     too_long: str | None = None
-    fractions: Mapping[str, float] = field(
-        default_factory=lambda: {"train": 0.9, "select": 0.05, "report": 0.05}
-    )
+    fractions: Mapping[str, float] = field(default_factory=lambda: {"train": 0.9, "select": 0.05, "report": 0.05})
     seed: int = 0
     template_kwargs: Mapping[str, Any] | None = None
 

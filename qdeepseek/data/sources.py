@@ -118,7 +118,7 @@ def _json_lines(file: Path) -> Iterator[Record]:
         for number, line in enumerate(stream, start=1):
             if line.strip():
                 try:
-                    value = json.loads(line.decode("utf-8-sig"))
+                    value = json.loads(line.rstrip(b"\r\n").decode("utf-8-sig"))
                 except ValueError as error:
                     raise _json_error(file, number, error) from error
                 yield _object(value, f"{file}:{number}")
