@@ -1,27 +1,65 @@
 """QDeepSeek's program: load, cover, fine-tune with INT4 in the loop, export, reload, evaluate, report.
 
-    python train.py                                   # the embedded default, a few minutes on a CPU
-    python train.py model=deepseek_v2_lite data=sft data.path=chats.jsonl quant=w4a16_g32
+python train.py                                   # the embedded default, a few minutes on a CPU
+python train.py model=deepseek_v2_lite data=sft data.path=chats.jsonl quant=w4a16_g32
+python train.py run_dir=outputs/…                 # the same folder again: continue a killed run
 """
 
+import sys
 from pathlib import Path
+from typing import Any
 
 import hydra
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 
-from qdeepseek.train.loggers import build_logger
-from qdeepseek.train.callbacks.balance import LossFreeBalance
+from eval import compare, report
+from eval.retention import run_metrics, write_metrics
+from qdeepseek.export.verify import verify
+from qdeepseek.train import qat
+from qdeepseek.train.artifacts import log_artifacts, open_folder
+from qdeepseek.train.config import USER_ERRORS
 from qdeepseek.train.pretrain import pretrain
+
+
+def main_job(run: qat.Run) -> None:
+    """Coverage → data → FP_ft → QAT → export → verify → reload → evaluate → report."""
+    coverage = qat.check(run)
+    print(coverage.table(), flush=True)
+    open_folder(run.folder, run.config, coverage)
+    run.data  # noqa: B018  every row is read and checked before anything is trained
+    qat.fine_tune(run)
+    student = qat.quantise_aware(run)
+    finish(run, student, coverage)
+
+
+@rank_zero_only
+def finish(run: qat.Run, student: Any, coverage: Any) -> None:
+    folder = qat.export_student(run, student)
+    with run.timed("verify"):
+        verify(folder, student).raise_for_errors()
+    comparison = compare.compare(run, folder)
+    retention = compare.retention(run, comparison, folder)
+    layers = {run.recipe.name: {"weights": comparison.weights, "hidden": comparison.hidden}}
+    metrics = run_metrics(
+        [retention], coverage=coverage.to_dict(), seconds=run.seconds, layers=layers, facts=qat.facts(run)
+    )
+    write_metrics(run.folder / "metrics.json", metrics)
+    page = report.write_report(run.folder)
+    log_artifacts(run.wandb, run.folder, metrics)
+    print(report.terminal_table(metrics), f"\nreport: {page}\nexport: {folder}", sep="\n")
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="train")
 def main(cfg: DictConfig) -> None:
-    config = OmegaConf.to_container(cfg, resolve=True)
-    folder = Path(config["run_dir"])
-    folder.mkdir(parents=True, exist_ok=True)
-    logger = build_logger(config["logger"], folder)
-    callbacks = [LossFreeBalance(config["method"]["balance_speed"])] if config["method"]["balance_speed"] else []
-    pretrain(config, folder, strategy=config["strategy"]["name"], logger=logger, callbacks=callbacks)
+    config: Any = OmegaConf.to_container(cfg, resolve=True)
+    try:
+        if config["job"] == "pretrain":
+            print(f"model: {pretrain(config, Path(config['run_dir']))}")
+        else:
+            main_job(qat.Run.from_config(config))
+    except USER_ERRORS as error:
+        sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 from eval.heldout import document_batches
 from eval.token_metrics import token_metrics
 from qdeepseek.surgery import prepare
-from qdeepseek.train.pretrain import git_commit
+from qdeepseek.train.provenance import git_commit
 from qdeepseek.train.qat import Run, fine_tune, quantise_aware
 
 CONF = Path(__file__).parent.parent / "conf"

@@ -34,3 +34,28 @@ def tiny_model(tiny_config):
 
     torch.manual_seed(0)
     return DeepseekV3ForCausalLM(copy.deepcopy(tiny_config)).eval()
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tiny_config, tmp_path_factory):
+    """A `save_pretrained` folder of an untrained model of `tiny_config`, with the byte tokenizer."""
+    from transformers import DeepseekV3ForCausalLM
+
+    from qdeepseek.train.tokenizer import pretrained_byte_tokenizer
+
+    folder = tmp_path_factory.mktemp("tiny") / "model"
+    torch.manual_seed(0)
+    DeepseekV3ForCausalLM(tiny_config).to(torch.bfloat16).save_pretrained(folder)
+    pretrained_byte_tokenizer(tiny_config.max_position_embeddings).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def text_rows(tmp_path_factory):
+    """A JSONL file of 300 short texts."""
+    import json
+
+    file = tmp_path_factory.mktemp("data") / "rows.jsonl"
+    rows = [{"text": f"row {i}: the square of {i} is {i * i}, its cube is {i**3}."} for i in range(300)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file

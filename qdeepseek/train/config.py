@@ -4,11 +4,18 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
+from qdeepseek.data.sources import DataError
+from qdeepseek.export.sources import SchemeMismatch
+from qdeepseek.surgery import CoverageError
+
 T = TypeVar("T")
 
 
 class ConfigError(ValueError):
     """A configuration value that cannot work; the message names key, value, rule and remedy."""
+
+
+USER_ERRORS = (ConfigError, CoverageError, DataError, SchemeMismatch, FileNotFoundError, OSError)
 
 
 def build(cls: type[T], values: Mapping[str, Any], where: str) -> T:
@@ -69,6 +76,7 @@ class MethodConfig:
     delay_steps     steps at the start of QAT before fake-quant switches on
     cache           fake-quantise once an optimizer step; costs one copy of the quantised weights
     balance_speed   loss-free router balancing during the unquantised stages; 0 is off
+    gptq_sequences  training sequences that calibrate the GPTQ column
     """
 
     start: str = "branch"
@@ -78,6 +86,7 @@ class MethodConfig:
     delay_steps: int = 0
     cache: bool = False
     balance_speed: float = 0.0
+    gptq_sequences: int = 64
 
     def __post_init__(self) -> None:
         if self.start not in ("branch", "fp_ft", "base"):
@@ -90,3 +99,18 @@ class MethodConfig:
             raise ValueError(f"distill_weight {self.distill_weight} must lie in [0, 1]")
         if self.delay_steps < 0 or self.balance_speed < 0:
             raise ValueError("delay_steps and balance_speed must not be negative")
+
+
+@dataclasses.dataclass(frozen=True)
+class ExportConfig:
+    """Format of the export, dtype of what is not quantised (None: that of training), and bytes of a shard."""
+
+    format: str = "compressed_tensors"
+    dtype: str | None = None
+    max_shard_bytes: int = 5_000_000_000
+
+    def __post_init__(self) -> None:
+        if self.format != "compressed_tensors":
+            raise ValueError(f"format {self.format!r} is unknown; use compressed_tensors")
+        if self.dtype not in (None, "float32", "bfloat16", "float16"):
+            raise ValueError(f"dtype {self.dtype!r} is unknown; use float32, bfloat16 or float16, or null")

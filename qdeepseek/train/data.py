@@ -69,7 +69,8 @@ class DataConfig:
 class BuiltData:
     """The three parts as datasets, and the facts that go into the manifest.
 
-    `report_tokens` is the report part as one vector where it is running text, for intervals over documents.
+    `report_tokens` and `select_tokens` are held-out parts as one vector where they are running text;
+    `boundary` is the token that opens a document there, for intervals over documents.
     """
 
     train: Tokens
@@ -82,6 +83,7 @@ class BuiltData:
     seed: int
     report_tokens: Tensor | None = None
     select_tokens: Tensor | None = None
+    boundary: int | None = None
 
     def module(self, start: int = 0) -> TokenDataModule:
         """Loaders whose training order begins at batch `start`."""
@@ -99,9 +101,7 @@ def spread(data: Tokens, limit: int | None) -> Tokens:
     return Subset(data, torch.linspace(0, size - 1, limit).round().long().tolist())
 
 
-def build_data(
-    config: DataConfig, tokenizer: PreTrainedTokenizerBase, model: PretrainedConfig, seed: int
-) -> BuiltData:
+def build_data(config: DataConfig, tokenizer: PreTrainedTokenizerBase, model: PretrainedConfig, seed: int) -> BuiltData:
     """Datasets of the three parts, every row read and tokenised.
 
     Raises ConfigError or DataError when sequences are longer than the model allows, a part is empty or a row
@@ -163,4 +163,5 @@ def _stdlib(
     return BuiltData(
         TokenWindows(tokens["train"], source.length, source.stride), windows["select"], windows["report"],
         source.length, collate_windows, facts, loader, seed, tokens["report"], tokens["select"],
+        tokenizer.bos_token_id,
     )  # fmt: skip

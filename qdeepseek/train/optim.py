@@ -17,9 +17,7 @@ from qdeepseek.train.config import OptimConfig
 
 def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, Any]]:
     """Groups for AdamW, empty ones left out; every trainable parameter is in exactly one."""
-    scales = {
-        id(p) for m in model.modules() if isinstance(m, WeightQuantizer) for p in m.parameters(recurse=False)
-    }
+    scales = {id(p) for m in model.modules() if isinstance(m, WeightQuantizer) for p in m.parameters(recurse=False)}
     matrices, vectors, learned = [], [], []
     for parameter in model.parameters():
         if not parameter.requires_grad:

@@ -1,31 +1,25 @@
 """Train a small model from scratch and write it as an ordinary `save_pretrained` folder with its provenance."""
 
 import json
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import Callback
 
-from qdeepseek.train.config import OptimConfig, build
+from qdeepseek.train.callbacks.balance import LossFreeBalance
+from qdeepseek.train.config import MethodConfig, OptimConfig, build
 from qdeepseek.train.data import DataConfig, build_data
+from qdeepseek.train.loggers import LoggerConfig, loggers, wandb_logger
 from qdeepseek.train.models import ModelConfig, load_model, load_tokenizer
 from qdeepseek.train.module import FineTune
+from qdeepseek.train.provenance import git_commit
 from qdeepseek.train.run import TrainerConfig, build_trainer, fit
 
 
-def git_commit() -> str | None:
-    """Commit of the working tree this runs from, with `-dirty` when tracked files changed; None outside git."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    return done.stdout.strip() or None if done.returncode == 0 else None
-
-
-def pretrain(config: dict[str, Any], folder: Path, *, strategy: Any, logger: Any, callbacks: list[Callback]) -> Path:
-    """Run `experiment=pretrain_tiny`: returns the folder with the model, or {folder}/model."""
+def pretrain(config: dict[str, Any], folder: Path) -> Path:
+    """Run `experiment=pretrain_tiny`; returns the folder with the model, {folder}/model."""
     L.seed_everything(config["seed"], verbose=False)
     model_config = build(ModelConfig, config["model"], "model")
     trainer_config = build(TrainerConfig, config["trainer"], "trainer")
@@ -34,8 +28,15 @@ def pretrain(config: dict[str, Any], folder: Path, *, strategy: Any, logger: Any
     model = load_model(model_config)
     data = build_data(data_config, tokenizer, model.config, config["seed"])
     module = FineTune(model, build(OptimConfig, config["optim"], "optim"), trainer_config.steps, stage="pretrain")
+    speed = build(MethodConfig, config["method"], "method").balance_speed
+    wandb = wandb_logger(build(LoggerConfig, config["logger"], "logger"), folder, config)
     trainer = build_trainer(
-        trainer_config, folder, "pretrain", strategy=strategy, logger=logger, callbacks=callbacks
+        trainer_config,
+        folder,
+        "pretrain",
+        strategy=config["strategy"]["name"],
+        logger=loggers(folder, "pretrain", wandb),
+        callbacks=[LossFreeBalance(speed)] if speed else [],
     )
     loaders = data.module()
     start = time.perf_counter()

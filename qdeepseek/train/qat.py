@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +24,17 @@ from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from qdeepseek.export.compressed_tensors import export
 from qdeepseek.surgery import Coverage, Recipe, plan, prepare
 from qdeepseek.train.callbacks.balance import LossFreeBalance
 from qdeepseek.train.callbacks.branch import SaveBranch
 from qdeepseek.train.callbacks.fake_quant import FakeQuant
-from qdeepseek.train.config import ConfigError, MethodConfig, OptimConfig, build
+from qdeepseek.train.config import ConfigError, ExportConfig, MethodConfig, OptimConfig, build
 from qdeepseek.train.data import BuiltData, DataConfig, build_data
 from qdeepseek.train.loggers import LoggerConfig, loggers, wandb_logger
-from qdeepseek.train.models import ModelConfig, load_model, load_tokenizer
+from qdeepseek.train.models import DTYPES, ModelConfig, load_model, load_tokenizer
 from qdeepseek.train.module import FineTune
+from qdeepseek.train.provenance import git_commit
 from qdeepseek.train.run import TrainerConfig, build_trainer, fit
 from qdeepseek.train.save import save_model
 
@@ -51,11 +54,13 @@ class Run:
     recipe: Recipe
     data_config: DataConfig
     logger: LoggerConfig
+    export: ExportConfig
     strategy: Any = "auto"
+    callbacks: tuple[Callback, ...] = ()
     seconds: dict[str, float] = field(default_factory=dict)
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any], strategy: Any = "auto") -> "Run":
+    def from_config(cls, config: Mapping[str, Any]) -> "Run":
         """Parse every group; raises ConfigError on the first wrong value, before anything is loaded."""
         try:
             recipe = Recipe.from_config(config["quant"])
@@ -73,7 +78,8 @@ class Run:
             recipe=recipe,
             data_config=DataConfig.parse(config["data"]),
             logger=build(LoggerConfig, config["logger"], "logger"),
-            strategy=strategy,
+            export=build(ExportConfig, config["export"], "export"),
+            strategy=config["strategy"]["name"],
         )
 
     @cached_property
@@ -125,7 +131,7 @@ def check(run: Run) -> Coverage:
 def _trainer(run: Run, stage: str, steps: int, callbacks: list[Callback]) -> L.Trainer:
     return build_trainer(
         replace(run.trainer, steps=steps), run.folder, stage, strategy=run.strategy,
-        logger=loggers(run.folder, stage, run.wandb), callbacks=callbacks,
+        logger=loggers(run.folder, stage, run.wandb), callbacks=[*callbacks, *run.callbacks],
     )  # fmt: skip
 
 
@@ -161,3 +167,40 @@ def quantise_aware(run: Run) -> PreTrainedModel:
         done = run.trainer.steps - run.qat_steps if method.start == "branch" else 0
         fit(trainer, module, run.data.module(done * run.trainer.accumulate), run.folder, "qat")
     return student.eval()
+
+
+def export_student(run: Run, student: PreTrainedModel) -> Path:
+    """Write the QAT student as a folder that serves; an earlier complete export of this run is replaced."""
+    options = run.export
+    with run.timed("export"):
+        return export(
+            student,
+            run.folder / "export" / options.format,
+            recipe=run.recipe,
+            dtype=DTYPES[options.dtype or run.model.dtype],
+            source=run.model.folder if Path(run.model.folder).is_dir() else None,
+            tokenizer=run.tokenizer,
+            source_model=run.model.path,
+            data_hash=run.data.facts["sha256"],
+            max_shard_bytes=options.max_shard_bytes,
+        ).folder
+
+
+def facts(run: Run) -> dict[str, Any]:
+    """What the report says about the run: seed, commit, versions, data, tokens of every column."""
+    sequences = run.trainer.steps * run.trainer.accumulate * run.data.loader.batch_size
+    extra = run.qat_steps / run.trainer.steps if run.method.start == "fp_ft" else 0.0
+    return {
+        "model": run.model.path,
+        "scheme": run.recipe.name,
+        "seed": run.seed,
+        "commit": git_commit(),
+        "data": run.data.facts,
+        "steps": {"fp_ft": run.trainer.steps, "qat": run.qat_steps, "qat_starts_from": run.method.start},
+        "tokens": {
+            "fp_ft": sequences * run.data.length,
+            "qat": round(sequences * (1 + extra) * run.data.length) if run.method.start != "base"
+            else round(sequences * run.data.length * run.qat_steps / run.trainer.steps),
+        },
+        "versions": {name: version(name) for name in ("torch", "transformers", "lightning", "compressed-tensors")},
+    }  # fmt: skip

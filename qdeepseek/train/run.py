@@ -12,6 +12,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import Strategy
 
 from qdeepseek.train.callbacks.progress import StepProgress
+from qdeepseek.train.callbacks.rng import RandomState
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,7 @@ def build_trainer(
         callbacks=[
             *(callbacks or []),
             StepProgress(name),
+            RandomState(),
             *([LearningRateMonitor("step")] if logger else []),
             checkpoints,
         ],

@@ -30,12 +30,11 @@ class StepProgress(ProgressBar):
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
         done = trainer.global_step - self._bar.n
-        if done > 0:
-            if self._bar.update(done):
-                metrics = self.get_metrics(trainer, pl_module)
-                metrics.pop("v_num", None)
-                shown = " ".join(f"{k} {v:.4f}" if isinstance(v, float) else f"{k} {v}" for k, v in metrics.items())
-                self._bar.set_postfix_str(shown, refresh=False)
+        if done > 0 and self._bar.update(done):
+            metrics = self.get_metrics(trainer, pl_module)
+            metrics.pop("v_num", None)
+            shown = " ".join(f"{k} {v:.4f}" if isinstance(v, float) else f"{k} {v}" for k, v in metrics.items())
+            self._bar.set_postfix_str(shown, refresh=False)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._bar.close()

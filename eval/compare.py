@@ -1,0 +1,117 @@
+"""The columns of the main job, one model in memory beside the teacher: base, FP_ft, RTN, GPTQ, QAT as exported.
+
+The QAT column is the folder read back, never the training weights.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from eval.heldout import document_batches
+from eval.layer_error import hidden_error, weight_error
+from eval.retention import Retention
+from eval.size import folder_size
+from eval.token_metrics import TokenMetrics, token_metrics
+from qdeepseek.export.loader import load_prepared
+from qdeepseek.ptq import gptq, round_to_nearest
+from qdeepseek.surgery import prepare
+from qdeepseek.train.data import BuiltData, spread
+from qdeepseek.train.models import DTYPES
+from qdeepseek.train.qat import Run
+
+Batch = Mapping[str, Tensor]
+
+
+def report_batches(data: BuiltData) -> list[Batch]:
+    """The report part: windows that know their document for running text, packed sequences for chats."""
+    size, limit = data.loader.batch_size, data.loader.report_sequences
+    if data.report_tokens is not None:
+        return list(
+            document_batches(
+                data.report_tokens, length=data.length, batch_size=size, boundary=data.boundary, limit=limit
+            )
+        )
+    return list(DataLoader(spread(data.report, limit), size, collate_fn=data.collate))
+
+
+def calibration_batches(data: BuiltData, sequences: int, seed: int) -> list[Batch]:
+    """Training sequences for GPTQ, drawn with the run's seed."""
+    generator = torch.Generator().manual_seed(seed)
+    size = len(data.train)  # type: ignore[arg-type]
+    chosen = torch.randperm(size, generator=generator)[:sequences].tolist()
+    items = [data.train[i] for i in chosen]
+    return [data.collate(items[i : i + 8]) for i in range(0, len(items), 8)]
+
+
+def load_export(folder: Path, dtype: str, attention: str = "sdpa") -> PreTrainedModel:
+    """The exported model with the forward that was trained, activation quantisers included."""
+    config = AutoConfig.from_pretrained(folder)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    model = AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype], attn_implementation=attention)
+    load_prepared(model, folder)
+    return model.eval()
+
+
+@dataclass
+class Comparison:
+    """Metrics by column, and error maps by column, against FP_ft."""
+
+    metrics: dict[str, TokenMetrics] = field(default_factory=dict)
+    weights: dict[str, Any] = field(default_factory=dict)
+    hidden: dict[str, Any] = field(default_factory=dict)
+
+
+def columns(run: Run, export: Path) -> dict[str, Callable[[], nn.Module]]:
+    """Column name -> how its model is made, in the order of the table."""
+
+    def rtn() -> nn.Module:
+        model = run.load("fp_ft")
+        prepare(model, run.recipe)
+        round_to_nearest(model)
+        return model
+
+    def gptq_of_fp_ft() -> nn.Module:
+        model = run.load("fp_ft")
+        prepare(model, run.recipe)
+        gptq(model, calibration_batches(run.data, run.method.gptq_sequences, run.seed))
+        return model
+
+    return {
+        "base": lambda: run.load("base"),
+        "rtn": rtn,
+        "gptq": gptq_of_fp_ft,
+        "qat": lambda: load_export(export, run.model.dtype, run.model.attention),
+    }
+
+
+def compare(run: Run, export: Path) -> Comparison:
+    """Evaluate every column on the report part with FP_ft as the teacher."""
+    batches = report_batches(run.data)
+    teacher = run.load("fp_ft")
+    result = Comparison(dict(token_metrics({"fp_ft": teacher}, batches, teacher=teacher)))
+    for name, make in columns(run, export).items():
+        with run.timed(name if name in ("rtn", "gptq") else "evaluate"):
+            model = make()
+        with run.timed("evaluate"):
+            result.metrics.update(token_metrics({name: model}, batches, teacher=teacher))
+            if name != "base":
+                result.weights[name] = weight_error(model, teacher).to_dict()
+                found = hidden_error({name: model}, teacher, list(islice(batches, 4)))  # type: ignore[dict-item, arg-type]
+                result.hidden[name] = found[name].to_dict()
+    return result
+
+
+def retention(run: Run, comparison: Comparison, export: Path) -> Retention:
+    """Derived numbers of the run's scheme: intervals, gap recovered, sizes."""
+    return Retention(
+        run.recipe.name, comparison.metrics, size=folder_size(export), full_size=folder_size(run.folder / "fp_ft"),
+        seed=run.seed,
+    )  # fmt: skip

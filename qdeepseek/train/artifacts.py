@@ -1,0 +1,90 @@
+"""What a run leaves behind besides its models: the resolved config, the coverage, and copies of both in W&B.
+
+A folder belongs to one configuration. Continuing it with another one would mix two runs in one report, so
+that is refused, key by key; what only changes where and how long a run works may differ.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.loggers import WandbLogger
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from omegaconf import OmegaConf
+
+from qdeepseek.surgery import Coverage
+from qdeepseek.train.config import ConfigError
+
+MAY_DIFFER = (
+    "run_dir",
+    "name",
+    "logger",
+    "strategy",
+    "trainer.threads",
+    "trainer.accelerator",
+    "trainer.checkpoint_every",
+)
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mapping as dotted keys."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            found |= flat(value, f"{prefix}{key}.")
+        else:
+            found[f"{prefix}{key}"] = value
+    return found
+
+
+def check_same(before: Mapping[str, Any], now: Mapping[str, Any], folder: Path) -> None:
+    """Raises ConfigError listing every key in which a continued run differs from its beginning."""
+    old, new = flat(before), flat(now)
+    changed = [
+        f"{key} {old.get(key)} -> {new.get(key)}"
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key) != new.get(key) and not any(key == m or key.startswith(f"{m}.") for m in MAY_DIFFER)
+    ]
+    if changed:
+        raise ConfigError(
+            f"run_dir {folder} was begun with another configuration: {'; '.join(changed)}; give the same values to "
+            f"continue it, or another run_dir"
+        )
+
+
+@rank_zero_only
+def open_folder(folder: Path, config: Mapping[str, Any], coverage: Coverage) -> None:
+    """Create the run's folder with config.yaml and coverage.json, or check that it is this run's."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "config.yaml"
+    if file.exists():
+        before: Any = OmegaConf.to_container(OmegaConf.load(file))
+        check_same(before, config, folder)
+    else:
+        OmegaConf.save(OmegaConf.create(dict(config)), file)
+    (folder / "coverage.json").write_text(json.dumps(coverage.to_dict(), indent=1) + "\n")
+
+
+@rank_zero_only
+def log_artifacts(logger: WandbLogger | None, folder: Path, metrics: Mapping[str, Any]) -> None:
+    """Final table, coverage, figures and a reference to the export, in the run's W&B record."""
+    if logger is None:
+        return
+    import wandb
+
+    run = logger.experiment
+    for scheme, entry in metrics["schemes"].items():
+        measures = ("loss", "kl", "agreement")
+        rows = [[c, *(entry[m].get(c) for m in measures)] for c in entry["loss"]]
+        run.log({f"report/{scheme}": wandb.Table(columns=["column", *measures], data=rows)})
+        for measure, value in entry["gap_recovered"].items():
+            run.summary[f"gap_recovered/{scheme}/{measure}"] = value
+    rows = [[r["part"], r["scheme"], r["parameters"], r["share"]] for r in metrics["coverage"]["rows"]]
+    run.log({"coverage": wandb.Table(columns=["part", "scheme", "parameters", "share"], data=rows)})
+    for figure in sorted((folder / "report").glob("*.png")):
+        run.log({f"report/{figure.stem}": wandb.Image(str(figure))})
+    artifact = wandb.Artifact(f"export-{run.id}", type="model")
+    artifact.add_reference((folder / "export").absolute().as_uri(), checksum=False)
+    run.log_artifact(artifact)
+    wandb.finish()
