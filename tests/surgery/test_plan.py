@@ -254,9 +254,7 @@ def expert_list() -> nn.Module:
 
 
 def test_all_experts_of_a_layer_share_one_scheme():
-    refused(
-        expert_list(), recipe_of(Rule(r"experts\.2\..*", INT8), Rule(r".*_proj", W4_G32)), "fuse the experts of a layer"
-    )
+    refused(expert_list(), recipe_of(Rule(r"experts\.2\..*", INT8), Rule(r".*_proj", W4_G32)), "fuse the experts")
     assert plan(expert_list(), recipe_of(Rule(r".*_proj", W4_G32))).expert_share == 1.0
 
 
@@ -272,8 +270,8 @@ def tied_model(tiny_config):
 @pytest.mark.parametrize("match", ["lm_head", r"model\.embed_tokens"])
 def test_a_tied_weight_is_refused_or_untied(tied_model, match):
     rule = Rule(match, INT8, name="head")
-    refused(tied_model, recipe_of(rule, min_expert_share=0),
-            r"rule head .*whose weight is tied \(model.embed_tokens and lm_head are one tensor\); set untie: true")  # fmt: skip
+    message = r"rule head .*whose weight is tied \(model.embed_tokens and lm_head are one tensor\); set untie: true"
+    refused(tied_model, recipe_of(rule, min_expert_share=0), message)
     tied = plan(tied_model, recipe_of(min_expert_share=0))
     untied = plan(tied_model, recipe_of(rule, untie=True, min_expert_share=0))
     assert untied.parameters - tied.parameters == 288 * 128
