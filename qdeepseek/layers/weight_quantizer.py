@@ -22,6 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from qdeepseek.quant import QuantScheme, RangeMethod, fake_quantize_weight, find_range, grid
+from qdeepseek.quant.ranges import clip_ratio
+
+MINMAX = RangeMethod()
 
 
 class _Memo(NamedTuple):
@@ -90,18 +93,17 @@ class WeightQuantizer(nn.Module):
         """Set the learned scale (and zero point) or the clip ratio from w, in place; a fixed scale stays."""
         if self.method.learned:
             assert self.scale is not None
-            scale, zero = grid.scale_from_range(*self._range(w, searched=True), self.scheme, w.dtype)
+            lo, hi = find_range(w, self.scheme, self.method, self.scale_shape)
+            scale, zero = grid.scale_from_range(lo, hi, self.scheme, w.dtype)
             self.scale.copy_(scale)
             if self.zero is not None and zero is not None:
                 self.zero.copy_(zero)
         elif self.clip_ratio is not None:
-            lo, hi = self._range(w, searched=True)
-            full_lo, full_hi = find_range(w, self.scheme, RangeMethod(), self.scale_shape)
-            if self.clip_ratio_low is None:
-                hi, full_hi = torch.maximum(hi, -lo), torch.maximum(full_hi, -full_lo)
-            else:
-                self.clip_ratio_low.copy_(torch.where(full_lo == 0, 1, lo / full_lo))
-            self.clip_ratio.copy_(torch.where(full_hi == 0, 1, hi / full_hi))
+            ratio = clip_ratio(w, self.scheme, self.method, self.scale_shape)
+            assert ratio is not None
+            self.clip_ratio.copy_(ratio[1])
+            if self.clip_ratio_low is not None:
+                self.clip_ratio_low.copy_(ratio[0])
 
     @torch.no_grad()
     def set_scale(self, scale: Tensor, zero: Tensor | None = None) -> None:
@@ -148,20 +150,17 @@ class WeightQuantizer(nn.Module):
 
     def _scale_and_zero(self, w: Tensor) -> tuple[Tensor, Tensor | None]:
         if self.scale is None:
+            ratio = None
+            if self.clip_ratio is not None:
+                low = self.clip_ratio if self.clip_ratio_low is None else self.clip_ratio_low
+                ratio = (low, self.clip_ratio)
             with torch.no_grad():
-                return grid.scale_from_range(*self._range(w), self.scheme, w.dtype)
+                lo, hi = find_range(w, self.scheme, MINMAX, self.scale_shape, ratio)
+                return grid.scale_from_range(lo, hi, self.scheme, w.dtype)
         if self.scale.device != w.device and not self.method.learned:  # loaded or set before the model moved
             self.scale = self.scale.to(w.device)
             self.zero = None if self.zero is None else self.zero.to(w.device)
         return self.scale, self.zero
-
-    def _range(self, w: Tensor, searched: bool = False) -> tuple[Tensor, Tensor]:
-        method = self.method if searched else RangeMethod()
-        lo, hi = find_range(w, self.scheme, method, self.scale_shape)
-        if self.clip_ratio is not None and not searched:
-            lo = lo * (self.clip_ratio if self.clip_ratio_low is None else self.clip_ratio_low)
-            hi = hi * self.clip_ratio
-        return lo, hi
 
     def _key(self, w: Tensor) -> tuple[Any, ...]:
         own = [t for t in (self.scale, self.zero, self.clip_ratio, self.clip_ratio_low) if t is not None]
