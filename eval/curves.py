@@ -60,7 +60,7 @@ def read_curves(folder: Path, first_step: Mapping[str, int] | None = None) -> li
     return curves
 
 
-def smooth(curve: Curve, span: float = 0.06) -> Curve:
+def smooth(curve: Curve, span: float = 0.15) -> Curve:
     """Exponential moving average over `span` of the curve's points, corrected for its start."""
     decay = 1 - 1 / max(1.0, span * len(curve.values))
     average = weight = 0.0

@@ -26,7 +26,8 @@ THEME = """
 FIGURE_CSS = """
 .fig text{font:13px ui-sans-serif,system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif;
 fill:var(--ink2);font-variant-numeric:tabular-nums}
-.fig .strong{fill:var(--ink);font-weight:600}.fig .small{font-size:11.5px}.fig .inverse{fill:var(--paper)}
+.fig .strong{fill:var(--ink);font-weight:600}.fig .small{font-size:11.5px}
+.fig .inverse{fill:var(--card)}.fig .dark{fill:var(--ink)}
 .fig .grid{stroke:var(--grid)}.fig .axis{stroke:var(--rule)}
 .fig .whisker{stroke:var(--ink);stroke-width:1.4;fill:none}.fig .line{fill:none;stroke-width:2;stroke-linejoin:round}
 """
@@ -135,9 +136,8 @@ class Frame:
     bottom: float = 240
 
     def point(self, step: float, value: float) -> tuple[float, float]:
-        """Values beyond the frame are held at its edge."""
         (first, last), (low, high) = self.steps, self.values
-        up = (min(max(value, low), high) - low) / (high - low)
+        up = (value - low) / (high - low)
         across = (step - first) / (last - first)
         return self.left + across * (self.right - self.left), self.bottom - up * (self.bottom - self.top)
 
@@ -151,30 +151,34 @@ class Frame:
             body += text(self.point(mark, 0)[0], self.bottom + 18, f"{mark:,.0f}", "small", "middle")
         return body + text(self.right, self.bottom + 34, "optimizer step", "small", "end")
 
+    def clip(self, body: str) -> str:
+        """`body` without what lies outside the frame."""
+        x, y, w, h = self.left, self.top, self.right - self.left, self.bottom - self.top
+        return f'<svg x="{x}" y="{y}" width="{w}" height="{h}" viewBox="{x} {y} {w} {h}">{body}</svg>'
+
     def polyline(self, curve: Curve, attributes: str) -> str:
         points = " ".join("{:.1f},{:.1f}".format(*self.point(s, v)) for s, v in zip(curve.steps, curve.values))
         return f'<polyline points="{points}" class="line" stroke="{colour(curve.stage)}" {attributes}/>'
 
 
 def curves(title: str, found: Sequence[Curve]) -> str:
-    """Training loss (faint: as logged, firm: smoothed) and select loss (dots) against the optimizer step."""
-    shown = [smooth(c) if c.kind == "train" else c for c in found]
-    values = sorted(v for c in shown for v in c.values)
-    steps = [s for c in shown for s in c.steps]
-    low, high = values[0], values[int(0.99 * (len(values) - 1))]
-    pad = 0.08 * (high - low) or 0.01
-    frame = Frame((min(steps), max(max(steps), min(steps) + 1)), (low - pad, high + pad))
-    faint = "".join(frame.polyline(c, 'style="stroke-width:1" opacity=".22"') for c in found if c.kind == "train")
-    firm = "".join(_firm(frame, c) for c in shown)
-    return svg(frame.axes() + faint + firm + _legend(found), 280, title, _ends(found))
+    """Training loss (thin, smoothed: batches differ far more than steps) and select loss (firm, with dots)."""
+    train = [smooth(c) for c in found if c.kind == "train"]
+    select = [c for c in found if c.kind == "select"]
+    steps = [s for c in found for s in c.steps]
+    values = sorted(v for c in train for v in c.values)
+    kept = values[len(values) // 50 : len(values) - len(values) // 50]
+    kept += [v for c in select for v in c.values]
+    pad = 0.1 * (max(kept) - min(kept)) or 0.01
+    frame = Frame((min(steps), max(max(steps), min(steps) + 1)), (min(kept) - pad, max(kept) + pad))
+    thin = "".join(frame.polyline(c, 'style="stroke-width:1.2" opacity=".5"') for c in train)
+    firm = "".join(frame.polyline(c, "") + _dots(frame, c) for c in select)
+    return svg(frame.axes() + frame.clip(thin) + firm + _legend(found), 280, title, _ends(found))
 
 
-def _firm(frame: Frame, curve: Curve) -> str:
-    if curve.kind == "train":
-        return frame.polyline(curve, "")
+def _dots(frame: Frame, curve: Curve) -> str:
     points = (frame.point(s, v) for s, v in zip(curve.steps, curve.values))
-    dots = "".join(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.2" fill="{colour(curve.stage)}"/>' for x, y in points)
-    return frame.polyline(curve, 'stroke-dasharray="1 4" stroke-linecap="round"') + dots
+    return "".join(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.2" fill="{colour(curve.stage)}"/>' for x, y in points)
 
 
 def _legend(found: Sequence[Curve]) -> str:
@@ -182,8 +186,9 @@ def _legend(found: Sequence[Curve]) -> str:
     for c in found:
         label, fill = f"{name_of(c.stage)} {c.kind}", colour(c.stage)
         if c.kind == "train":
-            body += f'<path d="M{x:.1f} 12h18" class="line" stroke="{fill}"/>'
+            body += f'<path d="M{x:.1f} 12h18" class="line" style="stroke-width:1.2" opacity=".6" stroke="{fill}"/>'
         else:
+            body += f'<path d="M{x:.1f} 12h18" class="line" stroke="{fill}"/>'
             body += f'<circle cx="{x + 9:.1f}" cy="12" r="3.2" fill="{fill}"/>'
         body += text(x + 23, 16.5, label, "small")
         x += 34 + 6.3 * len(label)
@@ -212,7 +217,7 @@ def heat_map(title: str, maps: Sequence[tuple[str, ErrorMap]]) -> str:
     beside = len(maps) * deepest * 15 + gap * (len(maps) - 1) <= room
     width = (room - gap * (len(maps) - 1)) / len(maps) if beside else room
     cell = min(46.0, width / deepest)
-    pitch = 24.0 if beside else 17.0
+    pitch = 29.0 if beside else 17.0
     block = 26 + pitch * len(parts) + 22
     top = max(m.largest for _, m in maps)
     body = ""
@@ -252,7 +257,7 @@ def _block(
                 f"{layer}, {escape(part)}: {100 * error:.2f} %</title></rect>"
             )
             if w >= 30:
-                classes = "small inverse" if share > 0.55 else "small"
+                classes = "small inverse" if share > 0.72 else "small dark"
                 body += text(x0 + (j + 0.5) * w, y + h / 2 + 4, f"{100 * error:.1f}", classes, "middle")
     return body
 

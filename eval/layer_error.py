@@ -10,43 +10,18 @@ A QAT model's weights have moved away from the reference on purpose; its hidden 
 import math
 import re
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from eval.error_map import ErrorMap
 from eval.token_metrics import hidden_states, inference
 from qdeepseek.surgery import quantized_tensors
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.(.+)$")
 HIDDEN_PARTS = {"self_attn": "attention", "mlp": "MLP", "": "residual"}
-
-
-@dataclass(frozen=True)
-class ErrorMap:
-    """Relative errors, layers × parts; None where a layer has no such part (a dense layer has no experts)."""
-
-    layers: tuple[int, ...]
-    parts: tuple[str, ...]
-    error: tuple[tuple[float | None, ...], ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        error = [list(row) for row in self.error]
-        return {"layers": list(self.layers), "parts": list(self.parts), "error": error}
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> "ErrorMap":
-        error = tuple(tuple(row) for row in values["error"])
-        return cls(tuple(values["layers"]), tuple(values["parts"]), error)
-
-    @classmethod
-    def from_cells(cls, cells: Mapping[tuple[int, str], float]) -> "ErrorMap":
-        """Layers ascending, parts in order of first appearance."""
-        layers = tuple(sorted({layer for layer, _ in cells}))
-        parts = tuple(dict.fromkeys(part for _, part in cells))
-        return cls(layers, parts, tuple(tuple(cells.get((la, p)) for p in parts) for la in layers))
 
 
 def served_weights(model: nn.Module) -> dict[str, tuple[Tensor, nn.Module | None]]:

@@ -16,7 +16,7 @@ html{color-scheme:light dark;-webkit-text-size-adjust:100%}
 body{margin:0;background:var(--paper);color:var(--ink);font:16px/1.55 ui-sans-serif,system-ui,-apple-system,
 "Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif}
 main{max-width:1040px;margin:0 auto;padding:56px 28px 72px}
-.kicker{margin:0 0 10px;color:var(--ink2);font-size:14px}
+.kicker{margin:0 0 10px;max-width:none;color:var(--ink2);font-size:14px}
 .kicker b{color:var(--c-qat);font-weight:600}
 h1{margin:0;font:600 clamp(28px,4.6vw,44px)/1.14 "Iowan Old Style","Palatino Linotype",Palatino,"Book Antiqua",Georgia,
 "DejaVu Serif",serif;letter-spacing:-.012em;max-width:22em;text-wrap:balance}
@@ -39,12 +39,11 @@ font-variant-numeric:tabular-nums}
 .scroll{overflow-x:auto;margin:18px 0 0;-webkit-overflow-scrolling:touch}
 .scroll:focus-visible{outline:2px solid var(--c-qat);outline-offset:4px}
 table{border-collapse:collapse;width:100%;font-size:15px;font-variant-numeric:tabular-nums}
-caption{text-align:left;color:var(--ink2);font-size:14.5px;padding-bottom:10px}
 th,td{padding:10px 12px;text-align:right;vertical-align:top;border-bottom:1px solid var(--rule);white-space:nowrap}
 thead th{font-size:13px;font-weight:500;color:var(--ink2);vertical-align:bottom;border-bottom:1px solid var(--ink2);
 white-space:normal;line-height:1.3}
-th:first-child{text-align:left;padding-left:0;position:sticky;left:0;background:var(--paper)}
-td:last-child,thead th:last-child{padding-right:0}
+th:first-child{text-align:left;padding-left:10px;position:sticky;left:0;background:var(--paper)}
+td:last-child,thead th:last-child{padding-right:10px}
 tbody th{font-weight:600}
 tbody th .dot{display:inline-block;width:10px;height:10px;border-radius:2px;margin-right:9px}
 td .note,th .note{display:block;font-size:12.5px;font-weight:400;color:var(--ink2)}
@@ -52,11 +51,13 @@ th .note{padding-left:19px}
 tr.qat td,tr.qat th{background:color-mix(in srgb,var(--c-qat) 8%,var(--paper))}
 td .best{font-weight:650}
 .words td,.words th{text-align:left;white-space:normal}
+.words th:first-child{padding-left:0}
 .words td.num,.words th.num{text-align:right;white-space:nowrap}
-.figures{display:grid;grid-template-columns:1fr 1fr;gap:22px;margin-top:18px}
+.figures{display:grid;grid-template-columns:1fr 1fr;gap:22px;margin-top:26px}
 figure{margin:0;padding:18px 20px 14px;background:var(--card);border:1px solid var(--rule);border-radius:6px;
 min-width:0}
-figure svg{display:block;width:100%;height:auto;margin-top:10px}
+.figures .tall{grid-row:span 2}
+figure svg{display:block;max-width:520px;width:100%;height:auto;margin-top:10px}
 figcaption .sub{margin:0;font-size:13.5px;line-height:1.45}
 .meter{display:block;height:8px;margin-top:7px;background:var(--grid);border-radius:2px;min-width:90px}
 .meter i{display:block;height:8px;border-radius:2px;background:var(--c-qat)}
@@ -81,6 +82,8 @@ main{padding:30px 18px 48px}
 .figures{grid-template-columns:1fr;gap:14px}
 figure{padding:14px 12px 10px}
 h2{margin-top:44px}
+.results th .note{display:none}
+.results th:first-child{padding:10px 8px 10px 6px}
 dl{grid-template-columns:1fr}dt{border:0;padding:10px 0 0}dd{padding-top:0}
 .words th.wide,.words td.wide{display:none}
 }
@@ -138,13 +141,14 @@ def results(entry: Entry, caption: str) -> str:
             body += f"<td>{value}{note}</td>"
         body += "</tr>\n"
     return (
-        f'<div class="scroll" role="region" aria-label="Results" tabindex="0"><table><caption>{escape(caption)}'
-        f'</caption><thead><tr><th scope="col">model</th>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+        f'<p class="sub">{escape(caption)}</p>'
+        f'<div class="scroll" role="region" aria-label="Results" tabindex="0"><table class="results"><thead><tr><th scope="col">model</th>{head}</tr></thead><tbody>{body}</tbody></table></div>'
     )
 
 
-def figure(svg: str, heading: str, caption: str) -> str:
-    return (f"<figure><figcaption><h3>{escape(heading)}</h3><p class=\"sub\">{escape(caption)}</p></figcaption>"
+def figure(svg: str, heading: str, caption: str, tall: bool = False) -> str:
+    opening = '<figure class="tall">' if tall else "<figure>"
+    return (f"{opening}<figcaption><h3>{escape(heading)}</h3><p class=\"sub\">{escape(caption)}</p></figcaption>"
             f"{svg}</figure>")  # fmt: skip
 
 
@@ -177,7 +181,7 @@ def coverage_table(rows: Sequence[Mapping[str, Any]]) -> str:
 def seconds_table(seconds: Mapping[str, float]) -> str:
     longest = max(seconds.values()) or 1.0
     body = "".join(
-        f'<tr><th scope="row">{escape(stage.replace("_", " "))}</th><td class="num">{duration(s)}</td>'
+        f'<tr><th scope="row">{escape(name_of(stage))}</th><td class="num">{duration(s)}</td>'
         f'<td style="width:60%"><span class="meter" aria-hidden="true"><i style="width:{100 * s / longest:.1f}%"></i>'
         f"</span></td></tr>\n" for stage, s in seconds.items()
     )  # fmt: skip

@@ -27,6 +27,7 @@ class Figure:
     heading: str
     caption: str
     svg: str
+    tall: bool = False  # stands beside two others
 
 
 @dataclass(frozen=True)
@@ -81,15 +82,16 @@ def retention_figures(scheme: str, entry: words.Entry) -> list[Figure]:
 def layer_figures(scheme: str, layers: Mapping[str, Any]) -> list[Figure]:
     """Heat maps of relative errors: hidden states and weights."""
     texts = {
-        "hidden": ("Error of hidden states", "against FP_ft on held-out text, in percent; layers across"),
         "weights": ("Error of weights", "served weight against FP_ft's, in percent; layers across"),
+        "hidden": ("Error of hidden states", "against FP_ft on held-out text, in percent; layers across"),
     }
     found = []
     for kind, (title, caption) in texts.items():
         maps = [(column, ErrorMap.from_dict(m)) for column, m in layers.get(kind, {}).items()]
         maps = [(column, m) for column, m in maps if m.layers and m.parts]
         if maps:
-            found.append(Figure(f"{scheme}_{kind}", title, caption, heat_map(title, maps)))
+            figure = heat_map(title, maps)
+            found.append(Figure(f"{scheme}_{kind}", title, caption, figure, tall=kind == "weights"))
     return found
 
 
@@ -98,7 +100,7 @@ def curve_figures(found: Sequence[Curve]) -> list[Figure]:
     drawn = [c for c in found if len(c.values) > 1]
     if not drawn:
         return []
-    caption = "nats a token; firm line: training batches, smoothed; dots: select part, used for choosing"
+    caption = "nats a token; thin: training batches, smoothed; with dots: select part"
     return [Figure("curves", "Loss while training", caption, curves("Loss while training", drawn))]
 
 
@@ -150,11 +152,14 @@ def render_html(report: Report) -> str:
     figures = figures_of(report)
 
     def grid(found: Sequence[Figure]) -> str:
-        return '<div class="figures">' + "".join(page.figure(f.svg, f.heading, f.caption) for f in found) + "</div>"
+        drawn = "".join(page.figure(f.svg, f.heading, f.caption, f.tall) for f in found)
+        return f'<div class="figures">{drawn}</div>'
 
     facts = dict(facts_of(report))
     kicker = ["QDeepSeek run report", *(facts[k] for k in ("model", "date") if k in facts), scheme]
-    body = [page.header(kicker, words.title(entry), " ".join(words.sentences(entry, scheme))), page.tiles(entry)]
+    unstated = [text for text in words.recovered(entry) if "not stated" in text]
+    lede = " ".join([*words.sentences(entry, scheme), *unstated])
+    body = [page.header(kicker, words.title(entry), lede), page.tiles(entry)]
     for name, item in report.schemes.items():
         heading = "What survives" if len(report.schemes) == 1 else f"What survives at {name}"
         shown = page.results(item, caption_of(item)) + (grid(figures[name]) if figures[name] else "")
@@ -185,6 +190,7 @@ def render_markdown(report: Report) -> str:
     scheme, entry = report.first
     figures = figures_of(report)
     lines = [f"# {words.title(entry)}", "", " ".join(words.sentences(entry, scheme)), ""]
+    lines += [*(f"- {text}" for text in words.recovered(entry)), ""]
     for name, item in report.schemes.items():
         lines += [f"## {name}", "", caption_of(item), "", *_table(["model", *words.HEADINGS], [
             [words.name_of(c), *(_markdown_cell(cell) for cell in cells)] for c, cells in words.table_rows(item)

@@ -1,29 +1,35 @@
 """The result as plain text: one aligned table under 100 columns, the gap recovered, and the path of the report."""
 
+import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from eval.words import Entry, name_of, number, percent, size, span, table_rows
+from eval.words import Entry, name_of, number, percent, recovered, size, span, table_rows
 
-COLUMNS = (("loss", 8), ("Δ loss to FP_ft", 27), ("KL to FP_ft", 25), ("same top", 9), ("top-1", 8), ("bits", 6))
-CELLS = (0, 1, 2, 3, 4, 6)  # of words.HEADINGS
+# heading, width of the value, width of its interval (0: not shown), index into words.HEADINGS
+COLUMNS = (
+    ("loss", 7, 0, 0), ("Δ loss", 9, 20, 1), ("KL to FP_ft", 12, 18, 2), ("same top", 9, 0, 3), ("top-1", 9, 0, 4),
+    ("bits", 7, 0, 5),
+)  # fmt: skip
+WIDTH = 98
 
 
 def scheme_table(scheme: str, entry: Entry) -> str:
-    """Columns of one scheme, each value with its interval in brackets."""
+    """Columns of one scheme; distances to FP_ft with their intervals in brackets."""
     held_out = entry["held_out"]
     lines = [
-        f"{scheme}: {held_out['tokens']:,} held-out tokens, {held_out['units']:,} {held_out['unit']}s, "
-        f"95 % intervals in brackets",
-        " " * 9 + "".join(heading.rjust(width) for heading, width in COLUMNS),
+        f"{scheme}: {held_out['tokens']:,} held-out tokens, {held_out['units']:,} {held_out['unit']}s; Δ and KL "
+        f"against FP_ft, 95 % intervals",
+        " " * 6 + "".join(heading.rjust(width) + " " * room for heading, width, room, _ in COLUMNS),
     ]
     for column, cells in table_rows(entry):
-        line = name_of(column)[:9].ljust(9)
-        for index, (_, width) in zip(CELLS, COLUMNS):
+        line = name_of(column)[:9].ljust(6)
+        for _, width, room, index in COLUMNS:
             cell = cells[index]
-            note = f" [{cell.note.replace(' to ', ' ')}]" if cell.note and index in (1, 2) else ""
-            line += (cell.text.replace("\u00a0", " ") + note).rjust(width)
+            line += cell.text.replace("\u00a0", " ").rjust(width)
+            if room:
+                line += (f" [{cell.note.replace(' to ', ' ')}]" if cell.note else "").ljust(room)
         lines.append(line.rstrip())
     return "\n".join([*lines, *_gaps(entry)])
 
@@ -37,16 +43,16 @@ def _gaps(entry: Entry) -> list[str]:
             for m, label in (("loss", "loss"), ("kl", "KL")) if gap[m] is not None
         ]  # fmt: skip
         if parts:
-            lines.append(f"gap recovered by {name_of(column)}: {', '.join(parts)}".replace("\u00a0", " "))
-    for measure, reason in entry["gap_recovered_reason"].items():
-        if reason and entry["delta_loss"]["qat"] is not None:
-            lines.append(f"gap recovered in {measure} not stated: {reason}")
+            lines.append(f"gap recovered by {name_of(column)}: {', '.join(parts)}")
+    for text in recovered(entry):
+        if "not stated" in text:
+            lines += textwrap.wrap(text, WIDTH, subsequent_indent="  ")
     if entry["bytes"] is not None:
         full = f" instead of {size(entry['bytes_full'])}" if entry["bytes_full"] else ""
         bits = entry["bits_per_weight"]
         packed = f", {number(bits, 2)} bits a quantised weight" if bits is not None else ""
-        lines.append(f"on disk: {size(entry['bytes'])}{full}{packed}".replace("\u00a0", " "))
-    return lines
+        lines.append(f"on disk: {size(entry['bytes'])}{full}{packed}")
+    return [text.replace("\u00a0", " ") for text in lines]
 
 
 def summary(metrics: Mapping[str, Any], report: Path | None = None) -> str:

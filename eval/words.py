@@ -71,15 +71,15 @@ def columns_of(entry: Entry) -> list[str]:
 
 @dataclass(frozen=True)
 class Cell:
-    """A value and its interval in words; `best` marks the lowest distance among the quantised columns."""
+    """A value and what stands small beside it, mostly its interval; `best`: the lowest among quantised columns."""
 
     text: str
     note: str = ""
     best: bool = False
 
 
-HEADINGS = ("loss", "Δ loss to FP_ft", "KL to FP_ft", "same top token", "top-1 accuracy", "perplexity",
-            "bits / weight", "size")  # fmt: skip
+HEADINGS = ("loss, perplexity", "Δ loss to FP_ft", "KL to FP_ft", "same top token", "top-1 accuracy",
+            "bits per weight")  # fmt: skip
 
 
 def table_rows(entry: Entry) -> list[tuple[str, list[Cell]]]:
@@ -104,8 +104,8 @@ def table_rows(entry: Entry) -> list[tuple[str, list[Cell]]]:
         )  # fmt: skip
         bits, folder = (entry["bits_per_weight"], entry["bytes"]) if c in quantized else (16.0, entry["bytes_full"])
         rows.append((c, [
-            Cell(number(entry["loss"][c])), delta, kl, agreement, Cell(percent(entry["accuracy"][c], 2)),
-            Cell(number(entry["perplexity"][c], 3)), Cell(number(bits, 2)), Cell(size(folder)),
+            Cell(number(entry["loss"][c]), number(entry["perplexity"][c], 3)), delta, kl, agreement,
+            Cell(percent(entry["accuracy"][c], 2)), Cell(number(bits, 2), size(folder)),
         ]))  # fmt: skip
     return rows
 
@@ -132,28 +132,36 @@ def _versus(entry: Entry, column: str) -> str:
     name = name_of(column)
     lead = f"{name} of the same model leaves {number(entry['delta_loss'][column])}"
     if interval is None or interval[0] <= 0 <= interval[1]:
-        return f"{lead}: no clear difference to QAT."
+        return f"{lead}, not clearly different from QAT."
     better = "lower" if difference < 0 else "higher"
-    return f"{lead}; QAT is {number(abs(difference))} {better} ({span(sorted(abs(x) for x in interval))})."
+    return f"{lead}; QAT is {better} by {number(abs(difference))} ({span(sorted(abs(x) for x in interval))})."
 
 
 def sentences(entry: Entry, scheme: str) -> list[str]:
-    """The headline's explanation, one statement each."""
+    """What stands behind the title, one statement each."""
+    rtn, qat = entry["delta_loss"]["rtn"], entry["delta_loss"]["qat"]
     found = []
-    rtn, qat, ci = entry["delta_loss"]["rtn"], entry["delta_loss"]["qat"], entry["ci95"]
     if rtn is not None:
-        found.append(f"Rounding the fine-tuned model to {scheme} changes its held-out loss by "
-                     f"{number(rtn, 4, True)} nats a token.")  # fmt: skip
-    if qat is not None:
-        found.append(f"With the quantiser in the training loop the difference is {number(qat, 4, True)}.")
-    gap, reason = entry["gap_recovered"], entry.get("gap_recovered_reason", {})
-    for measure, label in (("loss", "loss"), ("kl", "KL to the unquantised model")):
-        if gap[measure] is not None:
-            interval = span(ci["gap_recovered"][measure], 0, 100)
-            found.append(f"Recovered in {label}: {percent(gap[measure])} (95\u00a0% interval {interval}).")
-        elif qat is not None and reason.get(measure):
-            found.append(f"Recovered in {label}: not stated, {reason[measure]}.")
-    found += [text for c in columns_of(entry) if (text := _versus(entry, c))]
+        moves = "raises" if rtn > 0 else "lowers"
+        found.append(f"Rounding the fine-tuned model to {scheme} {moves} its held-out loss by "
+                     f"{number(abs(rtn))} nats a token.")  # fmt: skip
+    if qat is not None and rtn is not None and 0 < qat < rtn:
+        found.append(f"With the quantiser in the training loop {number(qat)} of that remain.")
+    elif qat is not None:
+        found.append(f"With the quantiser in the training loop the change is {number(qat, 4, True)}.")
+    return found + [text for column in columns_of(entry) if (text := _versus(entry, column))]
+
+
+def recovered(entry: Entry) -> list[str]:
+    """Gap recovered by QAT in loss and in KL, each with its interval or the reason why it is not stated."""
+    found = []
+    for measure, label in (("loss", "loss"), ("kl", "KL to FP_ft")):
+        gap, reason = entry["gap_recovered"][measure], entry["gap_recovered_reason"][measure]
+        if gap is not None:
+            interval = span(entry["ci95"]["gap_recovered"][measure], 0, 100)
+            found.append(f"Gap recovered in {label}: {percent(gap)} (95\u00a0% interval {interval}).")
+        elif reason and entry["loss"]["qat"] is not None:
+            found.append(f"Gap recovered in {label} is not stated: {reason}.")
     return found
 
 

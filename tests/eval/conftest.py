@@ -59,7 +59,7 @@ def write_curve(run: Path, stage: str, start: float, end: float, steps: int) -> 
         writer.writeheader()
         for step in range(4, steps, 5):
             mean = end + (start - end) * math.exp(-3 * step / steps)
-            writer.writerow({"step": step, f"{stage}/loss": mean + 0.05 * float(torch.randn((), generator=generator))})
+            writer.writerow({"step": step, f"{stage}/loss": mean + 0.02 * float(torch.randn((), generator=generator))})
             if step % 50 == 49:
                 writer.writerow({"step": step, f"{stage}/select_loss": mean + 0.01})
 
@@ -69,14 +69,16 @@ def invented_run(run: Path, layers: int = 3, schemes: tuple[str, ...] = ("w4a16_
     run.mkdir(parents=True, exist_ok=True)
     columns = {
         "base": invented_column(1.157, 0.0212, 0.928), "fp_ft": invented_column(1.1501, 0.0, 1.0),
-        "rtn": invented_column(1.1501 + gap, 0.0164, 0.943), "gptq": invented_column(1.1501 + gap * 0.45, 0.0079, 0.957),
+        "rtn": invented_column(1.1501 + gap, 0.0164, 0.943),
+        "gptq": invented_column(1.1501 + gap * 0.45, 0.0079, 0.957),
         "qat": invented_column(1.1501 + gap * 0.19, 0.0036, 0.971),
     }  # fmt: skip
     size, full = Size(1_010_000, 4.5 + 16 / 4096, 5.98, 0.92), Size(2_760_000, None, 16.4, 0.0)
     rows = [("routed_experts", "DeepseekV3NaiveMoe", "W4A16 g32", 4, 786432), ("mlp", "Linear", "W4A16 g32", 3, 98304),
             ("attention", "Linear", "W4A16 g32", 15, 294912), ("shared_experts", "Linear", "W4A16 g32", 6, 98304),
             ("embedding", "Embedding", "kept", 1, 36864), ("head", "Linear", "kept", 1, 36864),
-            ("router", "DeepseekV3TopkRouter", "kept", 2, 2048), ("norm", "DeepseekV3RMSNorm", "kept", 13, 1664)]  # fmt: skip
+            ("router", "DeepseekV3TopkRouter", "kept", 2, 2048),
+            ("norm", "DeepseekV3RMSNorm", "kept", 13, 1664)]  # fmt: skip
     total = sum(r[4] for r in rows)
     keys = ("part", "module_class", "scheme", "tensors", "parameters")
     coverage = {
@@ -86,7 +88,7 @@ def invented_run(run: Path, layers: int = 3, schemes: tuple[str, ...] = ("w4a16_
     maps = invented_maps(layers, {"rtn": 1.0, "gptq": 0.65, "qat": 0.4})
     metrics = run_metrics(
         [Retention(s, columns, size, full) for s in schemes],
-        coverage=coverage, layers={s: maps for s in schemes},
+        coverage=coverage, layers=dict.fromkeys(schemes, maps),
         seconds={"data": 6.2, "fp_ft": 71.5, "qat": 88.4, "gptq": 21.7, "export": 1.1, "evaluate": 34.9},
         facts={
             "model": "tiny DeepSeek-V3, 1.34 M parameters", "date": "2026-01-31", "command": "python train.py",

@@ -5,7 +5,8 @@ import copy
 import pytest
 import torch
 
-from eval.layer_error import ErrorMap, hidden_error, relative_error, weight_error
+from eval.error_map import ErrorMap
+from eval.layer_error import hidden_error, relative_error, weight_error
 from qdeepseek.quant import QuantScheme
 from qdeepseek.surgery import Recipe, Rule, TensorScheme, prepare, quantized_tensors
 
