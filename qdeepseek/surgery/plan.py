@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from qdeepseek.layers import ActivationQuantizer, QuantEmbedding, QuantLinear, WeightQuantizer
 from qdeepseek.surgery.coverage import Coverage, CoverageError, PlannedTensor
@@ -90,7 +91,7 @@ def owners(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for name, module in model.named_modules():
         if isinstance(module, WeightQuantizer | ActivationQuantizer):
             continue
-        if next(module.parameters(recurse=False), None) is not None:
+        if next(module.parameters(recurse=False), None) is not None or is_parametrized(module):
             yield name, module
 
 
@@ -124,6 +125,8 @@ def _class(module: nn.Module) -> str:
 
 def _unsupported(module: nn.Module) -> str | None:
     """Why surgery cannot swap this module, or None."""
+    if is_parametrized(module):
+        return "its weight is parametrised (LoRA?): prepare the model first, add adapters afterwards"
     if is_fused_experts(module):
         if getattr(module, "is_transposed", False):
             return "its experts are stored transposed, (E, in, out), and groups must run along in"
@@ -133,7 +136,8 @@ def _unsupported(module: nn.Module) -> str | None:
         return "it is a Linear with its own forward, which a swap would lose" if own else None
     if isinstance(module, nn.Embedding):
         own = type(module).forward not in (nn.Embedding.forward, QuantEmbedding.forward)
-        return "it is an Embedding with its own forward, which a swap would lose" if own else None
+        own = own or module.max_norm is not None
+        return "it is an Embedding that rewrites its weight or has its own forward" if own else None
     return "only Linear, Embedding and fused experts can be quantised"
 
 

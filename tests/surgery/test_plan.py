@@ -219,6 +219,18 @@ def test_classes_with_a_forward_of_their_own_are_refused():
             r"o_a_proj of class DeepseekV4GroupedLinear: it is a Linear with its own forward")  # fmt: skip
 
 
+def test_a_parametrised_weight_is_refused_before_anything_changes(tiny_model):
+    o_proj = tiny_model.model.layers[1].self_attn.o_proj
+    nn.utils.parametrize.register_parametrization(o_proj, "weight", nn.Identity())
+    refused(tiny_model, load_recipe("w4a16_g32"),
+            r"rule attention .*layers.1.self_attn.o_proj .*parametrised \(LoRA\?\): prepare the model")  # fmt: skip
+
+
+def test_an_embedding_that_rewrites_its_weight_is_refused():
+    model = nn.Sequential(nn.Embedding(8, 32, max_norm=1.0))
+    refused(model, recipe_of(Rule("0", INT8)), "Embedding that rewrites its weight")
+
+
 def test_token_ids_have_no_activation_to_quantise(tiny_model):
     scheme = TensorScheme(INT8.weight, QuantScheme(8, "per_token"))
     refused(
