@@ -108,7 +108,7 @@ def naive_experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: T
     for expert in top_k_index.unique().tolist():
         if expert >= view.num_experts:  # expert-parallel sentinel: another rank's token
             continue
-        token, slot = torch.where(top_k_index == expert)
+        slot, token = torch.where(top_k_index.t() == expert)  # transformers' own order: sums are equal bit for bit
         gate_up = F.linear(x_TH[token], view.gate_up_proj[expert], view.gate_up_proj_bias[expert] if bias else None)
         hidden = view._apply_gate(gate_up)
         out = F.linear(hidden, view.down_proj[expert], view.down_proj_bias[expert] if bias else None)

@@ -8,10 +8,11 @@ Where s comes from:
     learned (LSQ)             fp32 parameter `scale`; NaN until `initialize`, so that forgetting it is not silent
     set_scale (GPTQ, ...)     buffer `scale`, fixed
 
-The cache keeps w_hat while the weight is unchanged (its version counter, storage and dtype, and those of the
-scale), which saves the work under gradient accumulation and in the recomputation of gradient checkpointing.  An
-update that goes around the version counter (`param.data.copy_`, as ZeRO optimisers do) must be followed by
-`clear_cache()`.
+The cache keeps w_hat while the weight is unchanged, which saves the work under gradient accumulation and in the
+recomputation of gradient checkpointing.  Unchanged means: same tensor, storage, dtype and version counter, the same
+of the scale, and no optimiser step in the process since.  The last is needed because fused optimisers
+(`AdamW(fused=True)`) and those that write through `.data` (ZeRO) do not move the version counter.  A write through
+`.data` outside of an optimiser step must be followed by `clear_cache()`.
 """
 
 import weakref
@@ -20,11 +21,21 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from qdeepseek.quant import QuantScheme, RangeMethod, fake_quantize_weight, find_range, grid
 from qdeepseek.quant.ranges import clip_ratio
 
 MINMAX = RangeMethod()
+
+_optimizer_steps = [0]  # taken in this process by any optimiser; part of the cache's key
+
+
+def _count_step(*_: Any) -> None:
+    _optimizer_steps[0] += 1
+
+
+register_optimizer_step_post_hook(_count_step)
 
 
 class _Memo(NamedTuple):
@@ -145,7 +156,7 @@ class WeightQuantizer(nn.Module):
         return grid.quantize(w, scale, zero, self.scheme), scale.to(self.scheme.torch_scale_dtype), zero
 
     def clear_cache(self) -> None:
-        """Forget the cached w_hat. Needed after weight updates that bypass the version counter."""
+        """Forget the cached w_hat. Needed after a write through `weight.data` outside of an optimiser step."""
         self._memo = None
 
     def _scale_and_zero(self, w: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -164,7 +175,7 @@ class WeightQuantizer(nn.Module):
 
     def _key(self, w: Tensor) -> tuple[Any, ...]:
         own = [t for t in (self.scale, self.zero, self.clip_ratio, self.clip_ratio_low) if t is not None]
-        return (w._version, w.data_ptr(), w.dtype, *((t._version, t.data_ptr()) for t in own))
+        return (_optimizer_steps[0], w._version, w.data_ptr(), w.dtype, *((t._version, t.data_ptr()) for t in own))
 
     def _cacheable(self, w: Tensor) -> bool:
         """Parameters only: a parametrised weight (LoRA) is another tensor in each forward."""
