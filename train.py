@@ -13,12 +13,13 @@ import hydra
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 
-from eval import compare, report
+from eval import compare, report, terminal
 from eval.retention import run_metrics, write_metrics
 from qdeepseek.export.verify import verify
 from qdeepseek.train import qat
 from qdeepseek.train.artifacts import log_artifacts, open_folder
 from qdeepseek.train.config import USER_ERRORS
+from qdeepseek.train.console import quiet
 from qdeepseek.train.pretrain import pretrain
 
 
@@ -47,12 +48,13 @@ def finish(run: qat.Run, student: Any, coverage: Any) -> None:
     write_metrics(run.folder / "metrics.json", metrics)
     page = report.write_report(run.folder)
     log_artifacts(run.wandb, run.folder, metrics)
-    print(report.terminal_table(metrics), f"\nreport: {page}\nexport: {folder}", sep="\n")
+    print(f"\n{terminal.summary(metrics, page)}\nexport: {folder}")
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="train")
 def main(cfg: DictConfig) -> None:
     config: Any = OmegaConf.to_container(cfg, resolve=True)
+    quiet()
     try:
         if config["job"] == "pretrain":
             print(f"model: {pretrain(config, Path(config['run_dir']))}")

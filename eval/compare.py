@@ -20,7 +20,8 @@ from eval.retention import Retention
 from eval.size import folder_size
 from eval.token_metrics import TokenMetrics, token_metrics
 from qdeepseek.export.loader import load_prepared
-from qdeepseek.ptq import gptq, round_to_nearest
+from qdeepseek.ptq.gptq import gptq
+from qdeepseek.ptq.rtn import round_to_nearest
 from qdeepseek.surgery import prepare
 from qdeepseek.train.data import BuiltData, spread
 from qdeepseek.train.models import DTYPES

@@ -82,8 +82,8 @@ def log_artifacts(logger: WandbLogger | None, folder: Path, metrics: Mapping[str
             run.summary[f"gap_recovered/{scheme}/{measure}"] = value
     rows = [[r["part"], r["scheme"], r["parameters"], r["share"]] for r in metrics["coverage"]["rows"]]
     run.log({"coverage": wandb.Table(columns=["part", "scheme", "parameters", "share"], data=rows)})
-    for figure in sorted((folder / "report").glob("*.png")):
-        run.log({f"report/{figure.stem}": wandb.Image(str(figure))})
+    for figure in sorted((folder / "report" / "figures").glob("*.svg")):
+        run.log({f"figures/{figure.stem}": wandb.Html(figure.read_text(encoding="utf-8"), inject=False)})
     artifact = wandb.Artifact(f"export-{run.id}", type="model")
     artifact.add_reference((folder / "export").absolute().as_uri(), checksum=False)
     run.log_artifact(artifact)

@@ -75,7 +75,7 @@ def build_trainer(
         ],
         val_check_interval=config.validate_every * config.accumulate,
         check_val_every_n_epoch=None,
-        limit_val_batches=1.0 if validate else 0,
+        limit_val_batches=None if validate else 0,
         num_sanity_val_steps=0,
         log_every_n_steps=config.log_every,
         enable_model_summary=False,

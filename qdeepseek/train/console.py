@@ -1,0 +1,16 @@
+"""What a run prints: its own tables and progress bars, and warnings that concern the user."""
+
+import logging
+import warnings
+
+from transformers.utils import logging as transformers_logging
+
+
+def quiet() -> None:
+    """Silence start-up banners and loading bars of the libraries, and known warnings about their own internals."""
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    transformers_logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", message=".*isinstance\\(treespec, LeafSpec\\).*")
+    warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+    warnings.filterwarnings("ignore", message=".*Experiment logs directory.*")
