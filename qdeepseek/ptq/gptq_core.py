@@ -36,12 +36,15 @@ class GPTQConfig:
     act_order  columns with the largest H_ii first; groups keep their columns, so scales must be "original"
     scales     "original": every group's scale is found on the weight as it came; "current": on the weight as
                corrected when the walk reaches the group
+
+    The defaults are the best of those tried on the shipped model in training; the gap to the others is small at 4 bits
+    and large at 2 (KL of W2 g32: .078, without act_order .103, with "current" .220, rounding .256).
     """
 
     damp: float = 0.01
     block: int = 128
-    act_order: bool = False
-    scales: str = "current"
+    act_order: bool = True
+    scales: str = "original"
 
     def __post_init__(self) -> None:
         if not 0 < self.damp <= 10:
@@ -51,7 +54,9 @@ class GPTQConfig:
         if self.scales not in ("original", "current"):
             raise ValueError(f"GPTQ scales {self.scales!r} must be 'original' or 'current'")
         if self.act_order and self.scales == "current":
-            raise ValueError("GPTQ act_order scatters a group's columns, so scales must be 'original'")
+            raise ValueError(
+                "GPTQ act_order scatters a group's columns: set scales 'original' or act_order False"
+            )
 
 
 def inverse_factor(hessian_II: Tensor, damp: float, name: str = "weight") -> Tensor:

@@ -1,6 +1,6 @@
 """Round to nearest: what a prepared model computes without any training, the baseline of every other method.
 
-    ŵ = (clamp(round(w / s) + z) - z) · s      with s and z found from w by the recipe's range method
+ŵ = (clamp(round(w / s) + z) - z) · s      with s and z found from w by the recipe's range method
 """
 
 from torch import nn

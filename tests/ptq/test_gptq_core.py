@@ -17,10 +17,10 @@ SCHEMES = [
     for symmetric, grid in ((True, "full"), (True, "narrow"), (False, "full"))
 ]
 CONFIGS = [
-    GPTQConfig(block=16),
-    GPTQConfig(block=20),
-    GPTQConfig(block=24, scales="original"),
-    GPTQConfig(block=24, scales="original", act_order=True),
+    GPTQConfig(block=16, scales="current", act_order=False),
+    GPTQConfig(block=20, scales="current", act_order=False),
+    GPTQConfig(block=24, act_order=False),
+    GPTQConfig(block=24),
 ]
 
 
@@ -171,6 +171,6 @@ def test_bad_input_is_refused():
         gptq_quantize(w[:, :40], hessian[:40, :40], scheme, name="head")
     with pytest.raises(ValueError, match="not positive definite"):
         inverse_factor(torch.diag(torch.tensor([1.0, -0.5])), 1e-9)
-    for wrong in ({"damp": 0}, {"block": 0}, {"scales": "best"}, {"act_order": True}):
+    for wrong in ({"damp": 0}, {"block": 0}, {"scales": "best"}, {"scales": "current"}):
         with pytest.raises(ValueError, match="GPTQ"):
             GPTQConfig(**wrong)
