@@ -38,7 +38,10 @@ def main_job(run: qat.Run) -> None:
 def finish(run: qat.Run, student: Any, coverage: Any) -> None:
     folder = qat.export_student(run, student)
     with run.timed("verify"):
-        verify(folder, student).raise_for_errors()
+        proof = verify(folder, student)
+    if not proof.ok:
+        sys.exit(f"error: {proof}")
+    print(proof)
     comparison = compare.compare(run, folder)
     retention = compare.retention(run, comparison, folder)
     layers = {run.recipe.name: {"weights": comparison.weights, "hidden": comparison.hidden}}

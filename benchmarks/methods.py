@@ -3,8 +3,10 @@
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import nn
 
+AUTOROUND_SEQUENCES = 128
 Scored = tuple[str, nn.Module, float, float]  # method, model, share of parameters quantised, bits per quantised weight
 
 
@@ -31,7 +33,34 @@ def models(run: Any, scheme: str, method: str) -> Iterator[Scored]:
         if method == "gptq":
             gptq(model, calibration_batches(run.data, run.method.gptq_sequences, run.seed))
         yield method, model, share, bits
+    elif method == "autoround":
+        yield _autoround(run, coverage, bits)
     else:
-        from benchmarks import peers
+        yield _torchao(run, coverage, method, bits)
 
-        yield from peers.scored(run, scheme, method, share, bits)
+
+def _autoround(run: Any, coverage: Any, bits: float) -> Scored:
+    from benchmarks import peers
+    from eval.compare import calibration_batches
+
+    batches = calibration_batches(run.data, AUTOROUND_SEQUENCES, run.seed)
+    windows = torch.cat([batch["input_ids"] for batch in batches])
+    found = peers.autoround_weights(run.load("fp_ft"), windows, coverage.tensors, run.seed)
+    return "autoround", found.model, found.share, bits
+
+
+def _torchao(run: Any, coverage: Any, method: str, bits: float) -> Scored:
+    """torchao's fake-quant in the same training; `torchao_qat_unfused` hands it the experts as Linear layers."""
+    from benchmarks import peers
+    from qdeepseek.train.qat import quantise_aware
+
+    covered: list[float] = []
+    tensors = dict(coverage.tensors)
+
+    def prepare_student(model: nn.Module) -> None:
+        if method == "torchao_qat_unfused":
+            tensors.update(peers.unfuse_experts(model, tensors))
+        covered.append(peers.torchao_prepare(model, tensors)[1])
+
+    student = quantise_aware(run, prepare_student)
+    return method, peers.torchao_convert(student, tensors), covered[0], bits

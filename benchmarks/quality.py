@@ -3,9 +3,10 @@ docs/results/quality.json.
 
 For every seed one unquantised fine-tune gives FP_ft (ceiling, teacher, and what RTN, GPTQ and AutoRound
 quantise) and its branch point (where QAT starts, so that all columns have seen the same tokens). torchao's QAT
-gets the same steps, branch point and distillation; it fake-quantises `nn.Linear` only, so it is reported as it
-is (`torchao_qat`, see its quantized_share) and with what it left out rounded to nearest
-(`torchao_qat_rtn`, the coverage of the others). Everything is scored on the report part with FP_ft as teacher.
+gets the same steps, branch point and distillation; it fake-quantises `nn.Linear` only and skips fused experts,
+so it is reported as it is (`torchao_qat`, see its quantized_share) and with the experts rewritten as Linear
+layers for it (`torchao_qat_unfused`, the coverage of the others). Everything is scored on the report part with
+FP_ft as teacher.
 
 Rows are kept in the work folder and reused when the command is run again.
 """
@@ -23,7 +24,7 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 OUT = ROOT / "docs" / "results" / "quality.json"
 SCHEMES = ("w4a16_g128", "w4a16_g32", "w4a8", "w4a4", "w3a16_g32", "w2a16_g32")
-METHODS = ("rtn", "gptq", "autoround", "torchao_qat", "qat")
+METHODS = ("rtn", "gptq", "autoround", "qat", "torchao_qat", "torchao_qat_unfused")
 
 
 def make_run(overrides: list[str]) -> Any:

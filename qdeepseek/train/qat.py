@@ -10,7 +10,7 @@ killed run continues where it stopped: `run_dir=<the same folder>`.
 
 import copy
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -154,13 +154,16 @@ def fine_tune(run: Run) -> Path:
     return done
 
 
-def quantise_aware(run: Run) -> PreTrainedModel:
-    """The QAT student after its steps, quantisers in place."""
+def quantise_aware(run: Run, prepare_student: Callable[[PreTrainedModel], object] | None = None) -> PreTrainedModel:
+    """The QAT student after its steps, quantisers in place.
+
+    prepare_student: puts quantisers into the student; None is `surgery.prepare` with the run's recipe.
+    """
     method = run.method
     with run.timed("qat"):
         L.seed_everything(run.seed, verbose=False)
         student = run.load(method.start)
-        prepare(student, run.recipe)
+        (prepare_student or (lambda model: prepare(model, run.recipe)))(student)
         teacher = run.load(method.teacher) if method.distill_weight > 0 else None
         module = FineTune(student, run.qat_optim, run.qat_steps, teacher, method.distill_weight, stage="qat")
         trainer = _trainer(run, "qat", run.qat_steps, [FakeQuant(method.delay_steps, method.cache)])

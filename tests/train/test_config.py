@@ -1,6 +1,7 @@
 """Every config composes and parses; wrong values are refused with a message that names the key."""
 
 import dataclasses
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -60,7 +61,7 @@ def test_wrong_values_name_the_key(values, message):
 
 
 def test_data_of_an_unknown_kind_or_key():
-    with pytest.raises(ConfigError, match="data.kind 'web' is unknown; use one of stdlib, sft"):
+    with pytest.raises(ConfigError, match=r"data\.kind 'web' is unknown; use one of stdlib, sft"):
         DataConfig.parse({"kind": "web"})
     with pytest.raises(ConfigError, match="data: unknown key lenght; known keys are length, stride"):
         DataConfig.parse({"kind": "stdlib", "lenght": 3})
@@ -79,4 +80,4 @@ def test_schedules_warm_up_and_end_at_zero(schedule):
     values = [factor(s) for s in range(21)]
     assert values[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
     assert values[20] == pytest.approx(0, abs=1e-12)
-    assert all(a >= b for a, b in zip(values[4:], values[5:], strict=False))
+    assert all(a >= b for a, b in pairwise(values[4:]))
