@@ -118,7 +118,8 @@ def test_broken_parquet_is_named(tmp_path):
         records(file)
 
 
-def test_dataset_by_name_with_split(tmp_path):
+def test_dataset_by_name_with_split(tmp_path, tmp_path_factory, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
     write(tmp_path / "train.jsonl", jsonl(ROWS))
     write(tmp_path / "test.jsonl", jsonl(ROWS[:1]))
     assert [r for _, r in read_dataset(str(tmp_path), split="train")] == ROWS
