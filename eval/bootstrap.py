@@ -47,11 +47,13 @@ def resampled_means(
             f"bootstrap needs one positive token count for each of the {sums_KU.shape[1]} units, "
             f"got {units} counts with minimum {counts_U.min() if units else None}; drop units without tokens"
         )
-    generator, share = np.random.default_rng(seed), np.full(units, 1 / units)
+    generator = np.random.default_rng(seed)
     means = []
     rows = max(1, max_elements // units)
     for start in range(0, resamples, rows):
-        times_RU = generator.multinomial(units, share, size=min(rows, resamples - start)).astype(float)
+        n = min(rows, resamples - start)
+        drawn_RU = generator.integers(units, size=(n, units)) + units * np.arange(n)[:, None]
+        times_RU = np.bincount(drawn_RU.ravel(), minlength=n * units).reshape(n, units).astype(float)
         means.append((times_RU @ sums_KU.T) / (times_RU @ counts_U)[:, None])
     return np.concatenate(means).T
 

@@ -92,7 +92,8 @@ def tick_label(value: float, step: float) -> str:
 
 def bars(title: str, rows: Sequence[Bar], unit: str) -> str:
     """Horizontal bars from zero, whiskers for intervals, values as text."""
-    left, right, top, pitch = 62, 74, 10, 40
+    left = max(62.0, 20 + 7.2 * max(len(name_of(row.column)) for row in rows))
+    right, top, pitch = 74, 10, 40
     bounds = [0.0, *(r.value for r in rows), *(x for r in rows for x in r.interval or ())]
     low, high = min(bounds), max(bounds) or 1.0
     scale = (WIDTH - left - right) / ((high - low) or 1.0)

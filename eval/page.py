@@ -8,7 +8,7 @@ from html import escape
 from typing import Any
 
 from eval.figures import FIGURE_CSS, THEME
-from eval.words import HEADINGS, MEANING, Entry, duration, name_of, number, percent, size, span, table_rows
+from eval.words import HEADINGS, MEANING, NONE, Entry, duration, name_of, number, percent, size, span, table_rows
 
 PAGE_CSS = """
 *{box-sizing:border-box}
@@ -115,9 +115,13 @@ def tiles(entry: Entry) -> str:
         (percent(gap["kl"]), "recovered in KL to FP_ft", span(ci["gap_recovered"]["kl"], 0, 100)),
         (percent(entry["agreement"]["qat"], 1), "same top token as FP_ft", span(ci["agreement"]["qat"], 1, 100)),
     ]
-    full = f"{size(entry['bytes_full'])} unquantised" if entry["bytes_full"] else ""
+    full = f"{size(entry['bytes_bf16'])} in bf16" if entry["bytes_bf16"] else ""
     bits = f"{number(entry['bits_per_weight'], 2)} bits per weight" if entry["bits_per_weight"] else "on disk"
-    items = "".join(_tile(value, label, note and f"95\u00a0% interval {note}") for value, label, note in found)
+    missing = "not clearly measurable here"
+    items = "".join(
+        _tile(value, label, f"95\u00a0% interval {note}" if note else missing if value == NONE else "")
+        for value, label, note in found
+    )
     return f'<ul class="tiles">{items}{_tile(size(entry["bytes"]), bits, full)}</ul>'
 
 
@@ -142,7 +146,8 @@ def results(entry: Entry, caption: str) -> str:
         body += "</tr>\n"
     return (
         f'<p class="sub">{escape(caption)}</p>'
-        f'<div class="scroll" role="region" aria-label="Results" tabindex="0"><table class="results"><thead><tr><th scope="col">model</th>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+        f'<div class="scroll" role="region" aria-label="Results" tabindex="0"><table class="results"><thead><tr>'
+        f'<th scope="col">model</th>{head}</tr></thead><tbody>{body}</tbody></table></div>'
     )
 
 

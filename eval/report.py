@@ -9,7 +9,7 @@ import argparse
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,7 @@ class Report:
         if not metrics.get("coverage") and coverage.is_file():
             metrics["coverage"] = json.loads(coverage.read_text(encoding="utf-8"))
         text = config.read_text(encoding="utf-8") if config.is_file() else ""
-        return cls(metrics, text, read_curves(run, metrics.get("facts", {}).get("first_step")))
+        return cls(metrics, text, read_curves(run, first_steps(metrics.get("facts", {}))))
 
     @property
     def schemes(self) -> Mapping[str, words.Entry]:
@@ -58,6 +58,15 @@ class Report:
     @property
     def first(self) -> tuple[str, words.Entry]:
         return next(iter(self.schemes.items()))
+
+
+def first_steps(facts: Mapping[str, Any]) -> dict[str, int]:
+    """Step of the whole run at which QAT began: 0 from the base, else the step its starting point was saved."""
+    steps = facts.get("steps")
+    if not isinstance(steps, Mapping) or "qat" not in steps or "fp_ft" not in steps:
+        return {}
+    begun = {"branch": steps["fp_ft"] - steps["qat"], "fp_ft": steps["fp_ft"]}
+    return {"qat": begun.get(str(steps.get("qat_starts_from")), 0)}
 
 
 def retention_figures(scheme: str, entry: words.Entry) -> list[Figure]:
@@ -109,23 +118,24 @@ def figures_of(report: Report) -> dict[str, list[Figure]]:
     found = {name: retention_figures(name, entry) for name, entry in report.schemes.items()}
     found["training"] = curve_figures(report.curves)
     layers = report.metrics.get("layers", {})
-    found["layers"] = [f for name in report.schemes for f in layer_figures(name, layers.get(name, {}))]
+    several = len(report.schemes) > 1
+    found["layers"] = [
+        replace(f, heading=f"{f.heading}, {name}") if several else f
+        for name in report.schemes for f in layer_figures(name, layers.get(name, {}))
+    ]  # fmt: skip
     return found
 
 
 def facts_of(report: Report) -> list[tuple[str, str]]:
-    """Run facts as (name, text); nested mappings are joined, bookkeeping of figures left out."""
-    found = []
-    for name, value in report.metrics.get("facts", {}).items():
-        if name == "first_step" or value is None:
-            continue
-        if isinstance(value, Mapping):
-            value = ", ".join(f"{k} {_plain(v)}" for k, v in value.items())
-        found.append((name.replace("_", " "), _plain(value)))
-    return found
+    """Run facts as (name, text); nested mappings are joined."""
+    facts = report.metrics.get("facts", {})
+    return [(name.replace("_", " "), _plain(value)) for name, value in facts.items() if value is not None]
 
 
 def _plain(value: Any) -> str:
+    if isinstance(value, Mapping):
+        found = ((str(k).replace("_", " "), v) for k, v in value.items())
+        return ", ".join(f"{k} ({_plain(v)})" if isinstance(v, Mapping) else f"{k} {_plain(v)}" for k, v in found)
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 10_000:
         return f"{value:,}"
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value)

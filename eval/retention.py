@@ -59,7 +59,7 @@ class Retention:
     Args:
         scheme: name of the recipe, such as `w4a16_g32`.
         metrics: column name -> sums per unit; must hold `fp_ft`, on the same units for all columns.
-        size: of the exported folder; `full_size` of the unquantised checkpoint in its own dtype.
+        size: of the exported folder; `full_size` of FP_ft's folder in whatever dtype it was saved.
         resamples, seed: of the bootstrap.
     """
 
@@ -141,6 +141,7 @@ class Retention:
         entry["bits_per_weight"] = self.size.bits_per_weight if self.size else None
         entry["bytes"] = self.size.bytes if self.size else None
         entry["bytes_full"] = self.full_size.bytes if self.full_size else None
+        entry["bytes_bf16"] = 2 * self.full_size.parameters if self.full_size else None
         entry["bits_per_parameter"] = self.size.bits_per_parameter if self.size else None
         reference = self.metrics["fp_ft"]
         entry["held_out"] = {"tokens": reference.tokens, "units": self.units, "unit": reference.unit,

@@ -28,6 +28,10 @@ class Size:
     bits_per_parameter: float
     packed_share: float
 
+    @property
+    def parameters(self) -> int:
+        return round(8 * self.bytes / self.bits_per_parameter)
+
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 

@@ -48,7 +48,7 @@ def _gaps(entry: Entry) -> list[str]:
         if "not stated" in text:
             lines += textwrap.wrap(text, WIDTH, subsequent_indent="  ")
     if entry["bytes"] is not None:
-        full = f" instead of {size(entry['bytes_full'])}" if entry["bytes_full"] else ""
+        full = f" instead of {size(entry['bytes_bf16'])} in bf16" if entry["bytes_bf16"] else ""
         bits = entry["bits_per_weight"]
         packed = f", {number(bits, 2)} bits a quantised weight" if bits is not None else ""
         lines.append(f"on disk: {size(entry['bytes'])}{full}{packed}")

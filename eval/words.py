@@ -102,7 +102,7 @@ def table_rows(entry: Entry) -> list[tuple[str, list[Cell]]]:
         agreement = Cell(NONE) if reference else Cell(
             percent(entry["agreement"][c], 2), span(ci["agreement"][c], 2, 100)
         )  # fmt: skip
-        bits, folder = (entry["bits_per_weight"], entry["bytes"]) if c in quantized else (16.0, entry["bytes_full"])
+        bits, folder = (entry["bits_per_weight"], entry["bytes"]) if c in quantized else (16.0, entry["bytes_bf16"])
         rows.append((c, [
             Cell(number(entry["loss"][c]), number(entry["perplexity"][c], 3)), delta, kl, agreement,
             Cell(percent(entry["accuracy"][c], 2)), Cell(number(bits, 2), size(folder)),
@@ -130,7 +130,8 @@ def _versus(entry: Entry, column: str) -> str:
         return ""
     difference, interval = entry[key]["loss"], entry["ci95"][key]["loss"]
     name = name_of(column)
-    lead = f"{name} of the same model leaves {number(entry['delta_loss'][column])}"
+    left = entry["delta_loss"][column]
+    lead = f"{name} of the same model leaves {number(left)}" if left > 0 else f"{name} gives {number(left, 4, True)}"
     if interval is None or interval[0] <= 0 <= interval[1]:
         return f"{lead}, not clearly different from QAT."
     better = "lower" if difference < 0 else "higher"
@@ -161,6 +162,7 @@ def recovered(entry: Entry) -> list[str]:
             interval = span(entry["ci95"]["gap_recovered"][measure], 0, 100)
             found.append(f"Gap recovered in {label}: {percent(gap)} (95\u00a0% interval {interval}).")
         elif reason and entry["loss"]["qat"] is not None:
+            reason = reason.replace(" -", " −").replace("(-", "(−")
             found.append(f"Gap recovered in {label} is not stated: {reason}.")
     return found
 
@@ -178,5 +180,5 @@ def reading_notes(entry: Entry) -> list[str]:
         "KL is KL(FP_ft ‖ column) in nats a token over the whole vocabulary; same top token is the share of "
         "positions where both models predict the same token.",
         "Bits per weight count scales and zero points of the packed tensors as they lie in the exported folder; "
-        "RTN and GPTQ use the same format, so they have QAT's size.",
+        "RTN and GPTQ use the same format, so they have QAT's size. Base and FP_ft are counted in bf16.",
     ]

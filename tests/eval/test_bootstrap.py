@@ -16,8 +16,7 @@ def test_seeded_and_independent_of_chunking():
     assert a.shape == (3, 200)
 
 
-def test_equals_resampling_by_index():
-    """The multinomial form is drawing indices: the standard error agrees with theory."""
+def test_the_standard_error_is_that_of_theory():
     rng = np.random.default_rng(0)
     x = rng.normal(size=400)
     draws = resampled_means(x, np.ones(400), resamples=4000)[0]

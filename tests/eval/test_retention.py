@@ -42,7 +42,8 @@ def test_stable_keys(metrics, tmp_path):
         assert tuple(entry[key]) == COLUMNS and tuple(entry["ci95"][key]) == COLUMNS
         assert all(low <= entry[key][c] <= high for c, (low, high) in entry["ci95"][key].items())
     assert set(entry["gap_recovered"]) == {"loss", "kl"} == set(entry["ci95"]["gap_recovered"])
-    assert entry["bits_per_weight"] == 4.5 and entry["bytes"] == 3_000_000 and entry["bytes_full"] == 9_000_000
+    assert entry["bits_per_weight"] == 4.5 and entry["bytes"] == 3_000_000
+    assert entry["bytes_full"] == 9_000_000 and entry["bytes_bf16"] == 9_000_000  # 16 bits a parameter
     assert entry["held_out"]["unit"] == "document" and entry["held_out"]["units"] == 40
     assert not list(tmp_path.glob("*.tmp"))
 
