@@ -16,14 +16,16 @@ from qdeepseek.data.sources import DataError, find_files, read_dataset, read_fil
 from qdeepseek.data.split import PARTS, check_fractions, split_rows
 from qdeepseek.data.stdlib_qa import instruction_rows
 
+DEFAULT_LENGTH = 4096
+
 
 @dataclass(frozen=True)
 class SftConfig:
     """What is read and how it is cut; conf/data/sft.yaml has the same keys.
 
     `path` or `name` (+ `config_name`, `split`) say where rows come from, the `*_field` names what they are
-    called there. `max_length` None is the model's limit. `too_long` None is "error" for chats, "split" for
-    text. `template_kwargs` go to the chat template (`thinking: true`).
+    called there. `max_length` None is the model's limit, at most 4096 (the mask grows with its square).
+    `too_long` None is "error" for chats, "split" for text. `template_kwargs` go to the chat template (`thinking: true`).
     """
 
     path: str | Sequence[str] | None = None
@@ -75,9 +77,7 @@ def build_sft(config: SftConfig, tokenizer: Any, max_positions: int | None = Non
 
     Raises DataError (see the modules used) before any training: every row is checked and tokenised here.
     """
-    length = config.max_length or max_positions
-    if length is None:
-        raise DataError("data.max_length is not set and the model states no max_position_embeddings; set it")
+    length = config.max_length or min(max_positions or DEFAULT_LENGTH, DEFAULT_LENGTH)
     check_length(length, max_positions)
     rows = load_rows(config)
     too_long = config.too_long or ("error" if rows[0].messages is not None else "split")

@@ -72,8 +72,12 @@ def test_contradictory_options(options, message):
 def test_length_beyond_the_model_is_refused_before_reading(byte_chat_tokenizer):
     with pytest.raises(DataError, match="max_position_embeddings 512"):
         build_sft(SftConfig(path="missing.jsonl", max_length=1024), byte_chat_tokenizer, 512)
-    with pytest.raises(DataError, match=r"data\.max_length is not set"):
-        build_sft(SftConfig(path="missing.jsonl"), byte_chat_tokenizer)
+
+
+def test_default_length_is_the_models_limit_at_most_4096(tmp_path, byte_chat_tokenizer):
+    path = write_chats(tmp_path / "a.jsonl")
+    for limit, length in [(512, 512), (163840, 4096), (None, 4096)]:
+        assert build_sft(SftConfig(path=path), byte_chat_tokenizer, limit).parts["train"].length == length
 
 
 def test_missing_file_and_empty_file(tmp_path, byte_chat_tokenizer):
