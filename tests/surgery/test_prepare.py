@@ -169,3 +169,10 @@ def test_untied_head_is_saved_and_loaded_as_its_own_weight(tiny_config, tmp_path
     loaded = DeepseekV3ForCausalLM.from_pretrained(tmp_path)
     assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
     assert torch.equal(loaded.model.embed_tokens.weight, model.model.embed_tokens.weight)
+
+
+def test_per_tensor_scales_of_gate_and_up_are_separate(tiny_model):
+    scheme = TensorScheme(QuantScheme(8, "per_tensor"))
+    prepare(tiny_model, Recipe("tensor", (Rule(r".*mlp\.experts", scheme),)))
+    shapes = {t.name.rpartition(".")[2]: t.quantizer.scale_shape for t in quantized_tensors(tiny_model)}
+    assert shapes == {"gate_up_proj": (8, 2, 1), "down_proj": (8, 1, 1)}
