@@ -165,12 +165,12 @@ def _check(model: nn.Module, entries: list[Entry], recipe: Recipe | None, dtype:
                 f"{tensor.name} was trained to be served in {tensor.scheme.serve_dtype} and would be exported in "
                 f"{DTYPES[dtype]}; export with that dtype, or train with serve_dtype {DTYPES[dtype]}"
             )
-    # a weight trained as rounded to its scale's dtype is exact in fp32 too, whichever of the two a runtime multiplies in
+    # a weight trained as rounded to its scale's dtype is exact in fp32 too, if the runtime decompresses in that dtype
     other = {t.scheme.scale_dtype for t in tensors if t.scheme.serve_dtype != t.scheme.scale_dtype} - {DTYPES[dtype]}
     if other:
         warnings.warn(
             f"scales are {', '.join(sorted(other))} and the model is served in {DTYPES[dtype]}: runtimes that load "
-            "scales in the model's dtype round them; set scale_dtype to the serving dtype, or serve_dtype to scale_dtype",
+            "scales in the model's dtype multiply in it; set scale_dtype to the serving dtype, or serve_dtype to it",
             stacklevel=3,
         )
     if recipe is not None:
