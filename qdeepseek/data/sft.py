@@ -25,7 +25,7 @@ class SftConfig:
 
     `path` or `name` (+ `config_name`, `split`) say where rows come from, the `*_field` names what they are
     called there. `max_length` None is the model's limit, at most 4096 (the mask grows with its square).
-    `too_long` None is "error" for chats, "split" for text. `template_kwargs` go to the chat template (`thinking: true`).
+    `too_long` None is "error" for chats, "split" for text. `template_kwargs` go to the template (`thinking: true`).
     """
 
     path: str | Sequence[str] | None = None
