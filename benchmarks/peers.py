@@ -106,7 +106,7 @@ def _layer_config(model: nn.Module, tensors: Tensors) -> dict[str, dict[str, Any
         elif is_fused_experts(module):
             for leaf, parameter in (("gate_proj", "gate_up_proj"), ("up_proj", "gate_up_proj"), ("down_proj",) * 2):
                 scheme = _autoround_scheme(tensors.get(f"{name}.{parameter}"), f"{name}.{parameter}")
-                for e in range(module.down_proj.shape[0]):  # type: ignore[union-attr, index]
+                for e in range(module.down_proj.shape[0]):
                     config[f"{name}.{e}.{leaf}"] = dict(scheme)
     return config
 
@@ -129,7 +129,8 @@ def _autoround_scheme(scheme: TensorScheme | None, name: str) -> dict[str, Any]:
 def _fused_weights(model: nn.Module, quantised: nn.Module) -> tuple[dict[str, Tensor], int]:
     """Dequantised weights under the plain model's parameter names, and how many of them AutoRound quantised."""
     found = {name.replace(".orig_layer", ""): p.detach() for name, p in quantised.named_parameters()}
-    covered = sum(m.weight.numel() for m in quantised.modules() if isinstance(m, nn.Linear) and hasattr(m, "scale"))
+    linears = [module for module in quantised.modules() if isinstance(module, nn.Linear)]
+    covered = sum(linear.weight.numel() for linear in linears if hasattr(linear, "scale"))
     weights: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         if name in found:
@@ -194,17 +195,13 @@ def torchao_prepare(model: nn.Module, tensors: Tensors) -> tuple[nn.Module, floa
     covered = 0
     for (weight, activation), names in _linears(model, tensors).items():
         base = _torchao_base(ao, weight, activation)
-        if base is None:
-            group = {"group_size": weight.group_size} if weight.group_size else {"granularity": "per_channel"}
-            config = qat.QATConfig(
-                activation_config=qat.IntxFakeQuantizeConfig(_int(activation.bits), "per_token", is_symmetric=False),
-                weight_config=qat.IntxFakeQuantizeConfig(_int(weight.bits), is_symmetric=weight.symmetric, **group),
-                step="prepare",
-            )
-        else:
+        if base is not None:
             config = qat.QATConfig(base, step="prepare")
+        else:
+            config = qat.QATConfig(**_torchao_fake(qat, weight, activation), step="prepare")
         ao.quantize_(model, config, lambda module, name, names=names: name in names)
-        covered += sum(model.get_submodule(name).weight.numel() for name in names)
+        modules: list[Any] = [model.get_submodule(name) for name in names]
+        covered += sum(module.weight.numel() for module in modules)
     return model, covered / total
 
 
@@ -242,6 +239,16 @@ def _torchao_base(ao: Any, weight: QuantScheme, activation: QuantScheme | None) 
     if activation.bits == 8:
         return ao.Int8DynamicActivationIntxWeightConfig(_int(weight.bits), granularity, mapping)
     return None
+
+
+def _torchao_fake(qat: Any, weight: QuantScheme, activation: QuantScheme | None) -> dict[str, Any]:
+    """The scheme as torchao's fake-quant alone; its per-token activations are asymmetric only."""
+    assert activation is not None
+    group = {"group_size": weight.group_size} if weight.group_size else {"granularity": "per_channel"}
+    return {
+        "activation_config": qat.IntxFakeQuantizeConfig(_int(activation.bits), "per_token", is_symmetric=False),
+        "weight_config": qat.IntxFakeQuantizeConfig(_int(weight.bits), is_symmetric=weight.symmetric, **group),
+    }
 
 
 def _int(bits: int) -> torch.dtype:
