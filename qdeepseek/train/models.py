@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import snapshot_download
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from qdeepseek.surgery import load_causal_lm
 from qdeepseek.train.config import ConfigError
 from qdeepseek.train.tokenizer import pretrained_byte_tokenizer
 
@@ -59,18 +61,36 @@ def load_model(config: ModelConfig) -> PreTrainedModel:
     return model.eval()
 
 
-def _from_pretrained(config: ModelConfig) -> PreTrainedModel:
-    where = f"model.path {config.folder}"
-    local = Path(config.folder)
-    if config.path != "tiny" and (local.is_absolute() or config.folder.startswith(".")) and not local.is_dir():
+def checkpoint_folder(config: ModelConfig) -> Path:
+    """Local folder of the checkpoint; a hub name is taken from the cache or downloaded first.
+
+    Raises ConfigError naming the path and what is wrong with it.
+    """
+    where, local = f"model.path {config.folder}", Path(config.folder)
+    if local.is_dir():
+        return local
+    if config.path == "tiny" or local.is_absolute() or config.folder.startswith("."):
         raise ConfigError(f"{where}: no such folder; give a save_pretrained folder or a hub name")
-    if local.is_dir() and not (local / "config.json").is_file():
+    try:
+        return Path(snapshot_download(config.folder, revision=config.revision, ignore_patterns=["*.bin", "*.pth"]))
+    except Exception as error:  # network, authorisation, cache and name errors all mean the same to the user
+        raise ConfigError(
+            f"{where}: neither a local folder nor a model that the hub or its cache has ({type(error).__name__}); "
+            f"download it first and give the folder"
+        ) from error
+
+
+def _from_pretrained(config: ModelConfig) -> PreTrainedModel:
+    where, folder = f"model.path {config.folder}", checkpoint_folder(config)
+    if not (folder / "config.json").is_file():
         raise ConfigError(f"{where}: no config.json in it; give a folder written by save_pretrained")
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
-            config.folder, dtype=DTYPES[config.dtype], revision=config.revision,
-            attn_implementation=config.attention, output_loading_info=True,
-        )  # fmt: skip
+        model, info = load_causal_lm(
+            folder,
+            dtype=DTYPES[config.dtype],
+            attn_implementation=config.attention,
+            output_loading_info=True,
+        )
     except Exception as error:  # transformers raises many kinds here; all mean the same to the user
         raise ConfigError(f"{where}: cannot be loaded ({type(error).__name__}: {error})") from error
     for kind in ("missing_keys", "mismatched_keys", "error_msgs"):
@@ -88,7 +108,7 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     if config.scratch is not None:
         return pretrained_byte_tokenizer(config.scratch["max_position_embeddings"])
     try:
-        return AutoTokenizer.from_pretrained(config.folder, revision=config.revision)
+        return AutoTokenizer.from_pretrained(checkpoint_folder(config))
     except Exception as error:
         raise ConfigError(
             f"model.path {config.folder}: its tokenizer cannot be loaded ({type(error).__name__}: {error})"
