@@ -18,7 +18,6 @@ def bits_per_weight(coverage: Any) -> float:
 
 def models(run: Any, scheme: str, method: str) -> Iterator[Scored]:
     """Yield the models of one method; torchao's QAT yields two, as it is and with the rest rounded to nearest."""
-    from eval.compare import calibration_batches
     from qdeepseek.ptq.gptq import gptq
     from qdeepseek.surgery import plan, prepare
     from qdeepseek.train.qat import quantise_aware
@@ -31,7 +30,7 @@ def models(run: Any, scheme: str, method: str) -> Iterator[Scored]:
         model = run.load("fp_ft")
         prepare(model, run.recipe)
         if method == "gptq":
-            gptq(model, calibration_batches(run.data, run.method.gptq_sequences, run.seed))
+            gptq(model, run.data.calibration(run.method.gptq_sequences))
         yield method, model, share, bits
     elif method == "autoround":
         yield _autoround(run, coverage, bits)
@@ -41,9 +40,8 @@ def models(run: Any, scheme: str, method: str) -> Iterator[Scored]:
 
 def _autoround(run: Any, coverage: Any, bits: float) -> Scored:
     from benchmarks import peers
-    from eval.compare import calibration_batches
 
-    batches = calibration_batches(run.data, AUTOROUND_SEQUENCES, run.seed)
+    batches = run.data.calibration(AUTOROUND_SEQUENCES)
     windows = torch.cat([batch["input_ids"] for batch in batches])
     found = peers.autoround_weights(run.load("fp_ft"), windows, coverage.tensors, run.seed)
     return "autoround", found.model, found.share, bits

@@ -75,7 +75,7 @@ def main() -> None:
                 row = variant(args.base.split(), scheme, seed, line, args.folder)
                 rows.append(row)
                 g = row["gap_recovered"]
-                print(f"{scheme} seed {seed} [{line}] rtn +{row['rtn']['loss'] - row['fp_ft']['loss']:.4f} "
+                print(f"{scheme} seed {seed} [{line}] fp {row['fp_ft']['loss']:.4f} rtn +{row['rtn']['loss'] - row['fp_ft']['loss']:.4f} "
                       f"kl {row['rtn']['kl']:.4f} | qat +{row['qat']['loss'] - row['fp_ft']['loss']:.4f} "
                       f"kl {row['qat']['kl']:.4f} | recovered {g['loss']:.3f} {g['kl']:.3f} | "
                       f"{row['seconds']:.0f} s", flush=True)  # fmt: skip

@@ -42,15 +42,6 @@ def report_batches(data: BuiltData) -> list[Batch]:
     return list(DataLoader(spread(data.report, limit), size, collate_fn=data.collate))
 
 
-def calibration_batches(data: BuiltData, sequences: int, seed: int) -> list[Batch]:
-    """Training sequences for GPTQ, drawn with the run's seed."""
-    generator = torch.Generator().manual_seed(seed)
-    size = len(data.train)  # type: ignore[arg-type]
-    chosen = torch.randperm(size, generator=generator)[:sequences].tolist()
-    items = [data.train[i] for i in chosen]
-    return [data.collate(items[i : i + 8]) for i in range(0, len(items), 8)]
-
-
 def load_export(folder: Path, dtype: str, attention: str = "sdpa") -> PreTrainedModel:
     """The exported model with the forward that was trained, activation quantisers included."""
     config = AutoConfig.from_pretrained(folder)
@@ -82,7 +73,7 @@ def columns(run: Run, export: Path) -> dict[str, Callable[[], nn.Module]]:
     def gptq_of_fp_ft() -> nn.Module:
         model = run.load("fp_ft")
         prepare(model, run.recipe)
-        gptq(model, calibration_batches(run.data, run.method.gptq_sequences, run.seed))
+        gptq(model, run.data.calibration(run.method.gptq_sequences))
         return model
 
     return {

@@ -76,7 +76,9 @@ class MethodConfig:
     delay_steps     steps at the start of QAT before fake-quant switches on
     cache           fake-quantise once an optimizer step; costs one copy of the quantised weights
     balance_speed   loss-free router balancing during the unquantised stages; 0 is off
-    gptq_sequences  training sequences that calibrate the GPTQ column
+    gptq_sequences  training sequences that calibrate GPTQ
+    rounding        weights QAT begins with: nearest (the start's own) or gptq (GPTQ's codes and scales)
+    rotate          merge orthogonal rotations into the student first (surgery/rotate.py); spreads outliers
     """
 
     start: str = "branch"
@@ -87,10 +89,14 @@ class MethodConfig:
     cache: bool = False
     balance_speed: float = 0.0
     gptq_sequences: int = 64
+    rounding: str = "nearest"
+    rotate: bool = False
 
     def __post_init__(self) -> None:
         if self.start not in ("branch", "fp_ft", "base"):
             raise ValueError(f"start {self.start!r} is unknown; use branch, fp_ft or base")
+        if self.rounding not in ("nearest", "gptq"):
+            raise ValueError(f"rounding {self.rounding!r} is unknown; use nearest or gptq")
         if self.teacher not in ("fp_ft", "base"):
             raise ValueError(f"teacher {self.teacher!r} is unknown; use fp_ft or base")
         if not 0 < self.qat_fraction <= 1:

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
 import torch
@@ -92,6 +93,13 @@ class BuiltData:
             self.train, select, self.loader.batch_size, self.collate, self.seed, self.loader.workers, start
         )
 
+    def calibration(self, sequences: int) -> list[dict[str, Tensor]]:
+        """Training sequences for GPTQ, drawn with the run's seed, in batches of 8."""
+        generator = torch.Generator().manual_seed(self.seed)
+        size = len(self.train)  # type: ignore[arg-type]
+        items = [self.train[i] for i in torch.randperm(size, generator=generator)[:sequences].tolist()]
+        return [self.collate(items[i : i + 8]) for i in range(0, len(items), 8)]
+
 
 def spread(data: Tokens, limit: int | None) -> Tokens:
     """At most `limit` items, evenly spread."""
@@ -109,12 +117,17 @@ def build_data(config: DataConfig, tokenizer: PreTrainedTokenizerBase, model: Pr
     """
     limit = getattr(model, "max_position_embeddings", None)
     if isinstance(config.source, SftConfig):
-        return _sft(config.source, config.loader, tokenizer, limit, seed)
+        return _sft(config.source, config.loader, tokenizer, limit, seed, masks)
     return _stdlib(config.source, config.loader, tokenizer, limit, seed)
 
 
 def _sft(
-    source: SftConfig, loader: LoaderConfig, tokenizer: PreTrainedTokenizerBase, limit: int | None, seed: int
+    source: SftConfig,
+    loader: LoaderConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    limit: int | None,
+    seed: int,
+    masks: bool,
 ) -> BuiltData:
     data = build_sft(source, tokenizer, limit)
     missing = [part for part in ("train", "select", "report") if part not in data.parts]
@@ -129,9 +142,9 @@ def _sft(
         "rows": data.rows,
         "packing": {part: packed.stats.to_dict() for part, packed in data.parts.items()},
     }
-    parts = data.parts
+    parts, collate = data.parts, partial(collate_packed, with_mask=masks)
     return BuiltData(
-        parts["train"], parts["select"], parts["report"], parts["train"].length, collate_packed, facts, loader, seed
+        parts["train"], parts["select"], parts["report"], parts["train"].length, collate, facts, loader, seed
     )
 
 

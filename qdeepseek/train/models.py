@@ -15,6 +15,7 @@ from qdeepseek.train.tokenizer import pretrained_byte_tokenizer
 
 TINY = Path(__file__).parent.parent / "assets" / "tiny_deepseek_v3"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+ATTENTION = ("sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,11 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if (self.path is None) == (self.scratch is None):
             raise ValueError("set exactly one of path and scratch")
+        if self.attention not in ATTENTION:
+            raise ValueError(
+                f"attention {self.attention!r} is unknown; use one of {', '.join(ATTENTION)} (transformers' eager "
+                f"attention adds a boolean mask to the scores, so packed documents would see each other)"
+            )
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype {self.dtype!r} is unknown; use one of {', '.join(DTYPES)}")
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qdeepseek.export.compressed_tensors import export
+from qdeepseek.ptq.gptq import gptq
 from qdeepseek.surgery import Coverage, Recipe, plan, prepare
+from qdeepseek.surgery.rotate import rotate
 from qdeepseek.train.callbacks.balance import LossFreeBalance
 from qdeepseek.train.callbacks.branch import SaveBranch
 from qdeepseek.train.callbacks.fake_quant import FakeQuant
@@ -93,7 +95,8 @@ class Run:
     @cached_property
     def data(self) -> BuiltData:
         with self.timed("data"):
-            return build_data(self.data_config, self.tokenizer, self.base_config, self.seed)
+            masks = not self.model.attention.startswith("flash")
+            return build_data(self.data_config, self.tokenizer, self.base_config, self.seed, masks)
 
     @cached_property
     def base_config(self) -> Any:
@@ -154,6 +157,15 @@ def fine_tune(run: Run) -> Path:
     return done
 
 
+def put_quantisers(run: Run, student: PreTrainedModel) -> None:
+    """Rotate where asked, put quantisers in place, and start from GPTQ's codes where asked."""
+    if run.method.rotate:
+        rotate(student, seed=run.seed)
+    prepare(student, run.recipe)
+    if run.method.rounding == "gptq":
+        gptq(student, run.data.calibration(run.method.gptq_sequences))
+
+
 def quantise_aware(run: Run, prepare_student: Callable[[PreTrainedModel], object] | None = None) -> PreTrainedModel:
     """The QAT student after its steps, quantisers in place.
 
@@ -163,7 +175,7 @@ def quantise_aware(run: Run, prepare_student: Callable[[PreTrainedModel], object
     with run.timed("qat"):
         L.seed_everything(run.seed, verbose=False)
         student = run.load(method.start)
-        (prepare_student or (lambda model: prepare(model, run.recipe)))(student)
+        (prepare_student or partial(put_quantisers, run))(student)
         teacher = run.load(method.teacher) if method.distill_weight > 0 else None
         module = FineTune(student, run.qat_optim, run.qat_steps, teacher, method.distill_weight, stage="qat")
         trainer = _trainer(run, "qat", run.qat_steps, [FakeQuant(method.delay_steps, method.cache)])
