@@ -74,9 +74,9 @@ def main() -> None:
             for seed in args.seeds:
                 row = variant(args.base.split(), scheme, seed, line, args.folder)
                 rows.append(row)
-                g = row["gap_recovered"]
-                print(f"{scheme} seed {seed} [{line}] fp {row['fp_ft']['loss']:.4f} rtn +{row['rtn']['loss'] - row['fp_ft']['loss']:.4f} "
-                      f"kl {row['rtn']['kl']:.4f} | qat +{row['qat']['loss'] - row['fp_ft']['loss']:.4f} "
+                g, delta = row["gap_recovered"], {k: row[k]["loss"] - row["fp_ft"]["loss"] for k in ("rtn", "qat")}
+                print(f"{scheme} seed {seed} [{line}] fp {row['fp_ft']['loss']:.4f} rtn {delta['rtn']:+.4f} "
+                      f"kl {row['rtn']['kl']:.4f} | qat {delta['qat']:+.4f} "
                       f"kl {row['qat']['kl']:.4f} | recovered {g['loss']:.3f} {g['kl']:.3f} | "
                       f"{row['seconds']:.0f} s", flush=True)  # fmt: skip
     if args.out:

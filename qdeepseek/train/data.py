@@ -109,8 +109,12 @@ def spread(data: Tokens, limit: int | None) -> Tokens:
     return Subset(data, torch.linspace(0, size - 1, limit).round().long().tolist())
 
 
-def build_data(config: DataConfig, tokenizer: PreTrainedTokenizerBase, model: PretrainedConfig, seed: int) -> BuiltData:
+def build_data(
+    config: DataConfig, tokenizer: PreTrainedTokenizerBase, model: PretrainedConfig, seed: int, masks: bool = True
+) -> BuiltData:
     """Datasets of the three parts, every row read and tokenised.
+
+    masks: packed batches carry a (B, 1, L, L) mask; flash attention needs none, it reads the positions.
 
     Raises ConfigError or DataError when sequences are longer than the model allows, a part is empty or a row
     is malformed.
