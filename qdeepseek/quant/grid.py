@@ -11,6 +11,7 @@ Shapes: w (O, I) or (E, O, I); scale, zero (.., O, G).
 """
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,18 +60,18 @@ def scale_from_range(lo: Tensor, hi: Tensor, scheme: QuantScheme, dtype: torch.d
     return scale, zero.to(torch.int8)
 
 
-def clamp_levels_(levels: Tensor, zero: Tensor | None, scheme: QuantScheme) -> Tensor:
-    """Clamp round(w / s), blocked (*scale.shape, n), to [qmin - zero, qmax - zero], in place."""
+def bounds(zero: Tensor | None, scheme: QuantScheme, dtype: torch.dtype) -> tuple[Any, Any]:
+    """(qmin - zero, qmax - zero), the range of codes - zero: numbers, or tensors (.., O, G, 1) with a zero point."""
     if zero is None:
-        return levels.clamp_(scheme.qmin, scheme.qmax)
-    zero = zero.to(levels.dtype).unsqueeze(-1)
-    return levels.clamp_(scheme.qmin - zero, scheme.qmax - zero)
+        return scheme.qmin, scheme.qmax
+    zero = zero.to(dtype).unsqueeze(-1)
+    return scheme.qmin - zero, scheme.qmax - zero
 
 
 def _levels(w: Tensor, scale: Tensor, zero: Tensor | None, scheme: QuantScheme) -> Tensor:
     """codes - zero as floats, blocked (*scale.shape, n).  `scale` is in the compute dtype."""
     levels = torch.div(w.reshape(*scale.shape, -1), scale.unsqueeze(-1)).round_()
-    return clamp_levels_(levels, zero, scheme)
+    return levels.clamp_(*bounds(zero, scheme, scale.dtype))
 
 
 def _restore(levels: Tensor, scale: Tensor, scheme: QuantScheme, shape: torch.Size, dtype: torch.dtype) -> Tensor:

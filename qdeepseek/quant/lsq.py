@@ -16,7 +16,7 @@ from torch import Tensor
 
 from qdeepseek.quant import grid
 from qdeepseek.quant.scheme import QuantScheme
-from qdeepseek.quant.ste import clamped
+from qdeepseek.quant.ste import inside_, steps
 
 
 class FakeQuantizeLSQ(torch.autograd.Function):
@@ -41,15 +41,15 @@ class FakeQuantizeLSQ(torch.autograd.Function):
         if not need_scale and not ctx.clipped:
             return grad, None, None, None, None, None
         scale = grid.round_scale(raw_scale, scheme, w.dtype)
-        v = w.reshape(*scale.shape, -1) / scale.unsqueeze(-1)
+        lo, hi = grid.bounds(zero, scheme, scale.dtype)
+        v = steps(w, scale, lo, hi)
         levels = v.round()
-        outside = clamped(levels, zero, scheme)
-        grad_scale = None
+        inside = inside_(levels.clone(), lo, hi, scheme)
+        grad_scale = grad_w = None
         if need_scale:
-            levels = grid.clamp_levels_(levels, zero, scheme)
-            step = levels.sub_(v.masked_fill_(outside, 0)).mul_(grad.reshape(v.shape)).sum(-1)
+            levels.clamp_(lo, hi).sub_(v.mul_(inside))
+            step = levels.mul_(grad.reshape(v.shape)).sum(-1)
             grad_scale = step.mul_(1 / math.sqrt(v.shape[-1] * scheme.qmax)).to(raw_scale.dtype)
-        grad_w = None
         if need_w:
-            grad_w = grad.masked_fill(outside.view(w.shape), 0) if ctx.clipped else grad
+            grad_w = inside.view(w.shape).mul_(grad).to(w.dtype) if ctx.clipped else grad
         return grad_w, grad_scale, None, None, None, None

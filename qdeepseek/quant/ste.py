@@ -15,12 +15,14 @@ from qdeepseek.quant import grid
 from qdeepseek.quant.scheme import QuantScheme
 
 
-def clamped(levels: Tensor, zero: Tensor | None, scheme: QuantScheme) -> Tensor:
-    """True where round(w / s) (`levels`, blocked) lies outside of [qmin - z, qmax - z]."""
-    if zero is None:
-        return (levels < scheme.qmin).logical_or_(levels > scheme.qmax)
-    zero = zero.to(levels.dtype).unsqueeze(-1)
-    return (levels < scheme.qmin - zero).logical_or_(levels > scheme.qmax - zero)
+def steps(w: Tensor, scale: Tensor, lo: Any, hi: Any) -> Tensor:
+    """v = w / s, blocked (*scale.shape, n), cut one step outside of the grid [lo, hi]: finite for any scale."""
+    return torch.div(w.reshape(*scale.shape, -1), scale.unsqueeze(-1)).clamp_(lo - 1, hi + 1)
+
+
+def inside_(rounded: Tensor, lo: Any, hi: Any, scheme: QuantScheme) -> Tensor:
+    """Overwrite round(v) with 1.0 where it lies in [lo, hi], else 0.0 (one buffer, and no slow bool mask)."""
+    return rounded.sub_((lo + hi) / 2).abs_().le_((scheme.qmax - scheme.qmin) / 2)
 
 
 class FakeQuantizeSTE(torch.autograd.Function):
@@ -51,6 +53,6 @@ class FakeQuantizeClipped(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         w, scale, zero = ctx.saved_tensors
-        levels = (w.reshape(*scale.shape, -1) / scale.unsqueeze(-1)).round_()
-        outside = clamped(levels, zero, ctx.scheme).view(w.shape)
-        return grads[0].masked_fill(outside, 0), None, None, None, None
+        lo, hi = grid.bounds(zero, ctx.scheme, scale.dtype)
+        mask = inside_(steps(w, scale, lo, hi).round_(), lo, hi, ctx.scheme).view(w.shape)
+        return mask.mul_(grads[0]).to(w.dtype), None, None, None, None
