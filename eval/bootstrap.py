@@ -90,4 +90,5 @@ def gap_recovered(
             reason=f"rounding the fine-tuned model costs {gap:+.2g} {unit} ({low:+.2g} to {high:+.2g}), "
             f"which is not clearly above zero: there is no gap to recover; use more held-out text or fewer bits",
         )
-    return estimate((rtn[0] - candidate[0]) / gap, (rtn[1] - candidate[1]) / gap_R, level)
+    some = gap_R > 0  # all but at most (1 - level) / 2 of the draws, by the test above
+    return estimate((rtn[0] - candidate[0]) / gap, (rtn[1] - candidate[1])[some] / gap_R[some], level)

@@ -66,6 +66,9 @@ def test_gap_without_a_clear_denominator_is_absent_and_says_why():
     found = gap_recovered(rtn, fp_ft, qat)
     assert found.value is None and found.interval is None
     assert "not clearly above zero" in found.reason and "nats" in found.reason
+    zero, wide = np.zeros(2000), np.linspace(-0.01, 0.03, 2000)  # a positive mean whose interval holds zero
+    assert gap_recovered((0.01, wide), (0.0, zero), (0.005, wide / 2)).value is None
+    assert gap_recovered((0.02, wide + 0.01), (0.0, zero), (0.01, wide / 2)).value == 0.5
     worse = gap_recovered(fp_ft, (fp_ft[0] + 1, fp_ft[1] + 1), qat)
     assert worse.value is None and "-1" in worse.reason
 
