@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qdeepseek.layers.activation_quantizer import ActivationQuantizer
+from qdeepseek.layers.rematerialise import rematerialise
 from qdeepseek.layers.weight_quantizer import WeightQuantizer
 
 ExpertsForward = Callable[[nn.Module, Tensor, Tensor, Tensor], Tensor]
@@ -64,8 +65,13 @@ class _QuantizedView:
 
     def __init__(self, experts: Any) -> None:
         self._experts = experts
-        self.gate_up_proj: Tensor = experts.gate_up_proj_quantizer(experts.gate_up_proj)
-        self.down_proj: Tensor = experts.down_proj_quantizer(experts.down_proj)
+        gate_up, down = experts.gate_up_proj, experts.down_proj
+        self.gate_up_proj: Tensor = experts.gate_up_proj_quantizer(gate_up)
+        self.down_proj: Tensor = experts.down_proj_quantizer(down)
+        self.triples = (
+            (experts.gate_up_proj_quantizer, gate_up, self.gate_up_proj),
+            (experts.down_proj_quantizer, down, self.down_proj),
+        )
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._experts, name)
@@ -91,7 +97,9 @@ def quant_experts_forward(stock: Callable[..., Tensor]) -> ExpertsForward:
         if not has_expert_quantizers(self):
             return stock(self, hidden_states, top_k_index, top_k_weights)
         view = _QuantizedView(self)
-        return stock(view, view.quantize_input(hidden_states), top_k_index, top_k_weights)
+        hidden_states = view.quantize_input(hidden_states)
+        with rematerialise(*view.triples):
+            return stock(view, hidden_states, top_k_index, top_k_weights)
 
     forward.__name__ = f"quantized_{getattr(stock, '__name__', 'experts_forward')}"
     return forward

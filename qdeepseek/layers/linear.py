@@ -4,6 +4,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qdeepseek.layers.activation_quantizer import ActivationQuantizer
+from qdeepseek.layers.rematerialise import rematerialise
 from qdeepseek.layers.weight_quantizer import WeightQuantizer
 
 
@@ -48,4 +49,7 @@ class QuantLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         if self.input_quantizer is not None:
             input = self.input_quantizer(input)
-        return F.linear(input, self.weight_quantizer(self.weight), self.bias)
+        w = self.weight  # once: a parametrised weight is computed at every access
+        w_hat = self.weight_quantizer(w)
+        with rematerialise((self.weight_quantizer, w, w_hat)):
+            return F.linear(input, w_hat, self.bias)

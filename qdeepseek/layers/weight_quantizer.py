@@ -79,7 +79,8 @@ class WeightQuantizer(nn.Module):
         self.scheme, self.method = scheme, method
         self.scale_shape = scheme.scale_shape(shape, row_blocks)
         self.enabled = True
-        self.cache = False
+        self.cache = False  # keep w_hat from forward to forward
+        self.recompute = False  # do not keep w_hat even from forward to backward, see `rematerialise`
         self._memo: _Memo | None = None
         searched = method.kind != "minmax" and not method.learned
         ratio = torch.ones(self.scale_shape, device=device) if searched else None
@@ -145,7 +146,7 @@ class WeightQuantizer(nn.Module):
         scale, zero = self._scale_and_zero(w)
         w_hat = fake_quantize_weight(w, self.scheme, self.method, scale, zero)
         if self._cacheable(w):
-            self._memo = _Memo(weakref.ref(w), self._key(w), w_hat.detach(), scale.detach(), zero)
+            self._memo = _Memo(weakref.ref(w), self.key(w), w_hat.detach(), scale.detach(), zero)
         return w_hat
 
     @torch.no_grad()
@@ -173,7 +174,8 @@ class WeightQuantizer(nn.Module):
             self.zero = None if self.zero is None else self.zero.to(w.device)
         return self.scale, self.zero
 
-    def _key(self, w: Tensor) -> tuple[Any, ...]:
+    def key(self, w: Tensor) -> tuple[Any, ...]:
+        """Equal as long as the forward of w gives the same w_hat."""
         own = [t for t in (self.scale, self.zero, self.clip_ratio, self.clip_ratio_low) if t is not None]
         return (_optimizer_steps[0], w._version, w.data_ptr(), w.dtype, *((t._version, t.data_ptr()) for t in own))
 
@@ -185,7 +187,7 @@ class WeightQuantizer(nn.Module):
         memo = self._memo
         if memo is None:
             return None
-        if self.cache and memo.weight() is w and memo.key == self._key(w):
+        if self.cache and memo.weight() is w and memo.key == self.key(w):
             return memo
         self._memo = None
         return None
