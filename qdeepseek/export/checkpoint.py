@@ -99,7 +99,7 @@ def _shards(path: Path) -> list[Path]:
         return shards
     try:
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{index} is no index of safetensors shards: {error!r}") from error
     missing = [name for name in names if not (path / name).is_file()]
     if missing:

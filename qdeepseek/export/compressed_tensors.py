@@ -79,7 +79,7 @@ def export(
     reader: Source = ModelSource(model)
     if weights is not None:
         reader = FolderSource(model, layout, Path(weights), Path(quantizers) if quantizers else None)
-    extras = Extras(source, known_names(model, entries, layout))
+    extras = Extras(source, {name for entry in entries for name in entry.original_names(layout)})
     require_space(destination, sum(entry.expected_bytes(dtype) for entry in entries) + extras.nbytes)
 
     with atomic_folder(destination) as folder:
@@ -120,13 +120,6 @@ def pack_module(
         zero = zero_OG.cpu()
         yield f"{name}.weight_zero_point", zero.reshape(-1) if per_tensor else pack_zero_point(zero, scheme.bits)
     yield f"{name}.weight_shape", torch.tensor(codes_OI.shape, dtype=torch.int64)
-
-
-def known_names(model: nn.Module, entries: list[Entry], layout: Layout) -> set[str]:
-    """Names of the original checkpoint that belong to the model, both of a tied pair."""
-    known = {name for entry in entries for name in entry.stored_names(layout)}
-    tied = set(model.state_dict(keep_vars=True)) - {entry.parameter for entry in entries}
-    return known | {names.to_checkpoint(name, layout) for name in tied if not names.is_fused(name)}
 
 
 def _stored(entry: Entry, reader: Source, layout: Layout, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
@@ -198,6 +191,7 @@ def _quantization_config(entries: list[Entry], extras: Extras, layout: Layout) -
             routers.extend(modules)
         elif entry.linear:
             kept.extend(modules)
+        kept.extend(names.to_checkpoint(alias, layout).removesuffix(".weight") for alias in entry.aliases)
     for module in extras.modules:
         (routers if module.endswith(".gate") else kept).append(module)
     return quantization_config.build(quantized, kept, routers)

@@ -1,7 +1,7 @@
 """The state of a prepared model as an exporter sees it: one entry for each parameter and persistent buffer.
 
 An entry knows the checkpoint modules it is stored as: itself, or for a fused parameter one module for each expert
-and projection. The quantisers' own state is not listed, and of two tied names only the first.
+and projection. The quantisers' own state is not listed; of tied names the first is stored, the others are aliases.
 """
 
 from collections.abc import Iterator
@@ -33,6 +33,7 @@ class Entry:
     quantized  its quantiser and scheme, None if it is kept
     router     it belongs to a router and keeps its dtype
     linear     its module is an nn.Linear in the model, or one for each expert in the checkpoint
+    aliases    other parameter names of the same tensor (an lm_head tied to the embedding), which are not stored
     """
 
     parameter: str
@@ -40,6 +41,7 @@ class Entry:
     quantized: QuantizedTensor | None
     router: bool
     linear: bool
+    aliases: tuple[str, ...] = ()
 
     @property
     def format(self) -> ModuleFormat | None:
@@ -67,10 +69,10 @@ class Entry:
             return []
         return [piece.module for expert in self.experts for piece in self.pieces(expert, layout)]
 
-    def stored_names(self, layout: Layout) -> list[str]:
-        """Checkpoint names of the unquantised tensors."""
+    def original_names(self, layout: Layout) -> list[str]:
+        """Names of the unquantised tensors in the original checkpoint, which may hold a tied one twice."""
         if self.experts == [None]:
-            return [names.to_checkpoint(self.parameter, layout)]
+            return [names.to_checkpoint(name, layout) for name in (self.parameter, *self.aliases)]
         return [f"{module}.weight" for module in self.modules(layout)]
 
     def kept_dtype(self, dtype: torch.dtype, tensor: Tensor | None = None) -> torch.dtype:
@@ -100,15 +102,18 @@ def _entries(model: nn.Module) -> Iterator[Entry]:
     modules = dict(model.named_modules())
     hidden = {n for n, m in modules.items() if isinstance(m, WeightQuantizer | ActivationQuantizer)}
     quantized = {tensor.name: tensor for tensor in quantized_tensors(model)}
-    seen: set[int] = set()
-    for name, tensor in model.state_dict(keep_vars=True).items():
+    state = model.state_dict(keep_vars=True)
+    sharing: dict[int, list[str]] = {}
+    for name, tensor in state.items():
+        sharing.setdefault(id(tensor), []).append(name)
+    for name, tensor in state.items():
         owner = name.rpartition(".")[0]
-        if owner in hidden or id(tensor) in seen:
+        first, *aliases = sharing[id(tensor)]
+        if owner in hidden or name != first:
             continue
         if "parametrizations." in name or "lora_" in name:
             raise ValueError(f"{name} belongs to an adapter; merge it into the weights before the export")
-        seen.add(id(tensor))
         module = modules[owner]
         router = part_of(owner, module) == "router" or name.endswith("e_score_correction_bias")
         linear = isinstance(module, nn.Linear) or names.is_fused(name)
-        yield Entry(name, tensor, quantized.get(name), router, linear)
+        yield Entry(name, tensor, quantized.get(name), router, linear, tuple(aliases))

@@ -137,9 +137,7 @@ def test_full_disk_says_so(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", full)
     with (
-        pytest.raises(
-            OSError, match=r"no space left on the device .*earlier export .* is unchanged"
-        ) as caught,
+        pytest.raises(OSError, match=r"no space left on the device .*earlier export .* is unchanged") as caught,
         atomic_folder(destination) as folder,
     ):
         safetensors_file.write(folder / SINGLE, tensors())
