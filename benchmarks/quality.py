@@ -24,7 +24,8 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 OUT = ROOT / "docs" / "results" / "quality.json"
 SCHEMES = ("w4a16_g128", "w4a16_g32", "w4a8", "w4a4", "w3a16_g32", "w2a16_g32")
-METHODS = ("rtn", "gptq", "autoround", "qat", "torchao_qat", "torchao_qat_unfused")
+OPTIMIZERS = {"w4a4": "qat_w3", "w3a16_g32": "qat_w3", "w2a16_g32": "qat_w2"}
+METHODS = ("qat", "rtn", "gptq", "autoround", "torchao_qat", "torchao_qat_unfused")
 
 
 def make_run(overrides: list[str]) -> Any:
@@ -38,7 +39,8 @@ def make_run(overrides: list[str]) -> Any:
 
 
 def overrides_of(args: argparse.Namespace, seed: int, scheme: str, folder: Path) -> list[str]:
-    return [f"seed={seed}", f"quant={scheme}", f"run_dir={folder}", "trainer.threads=1",
+    return [f"seed={seed}", f"quant={scheme}", f"run_dir={folder}",
+            f"optim@qat_optim={OPTIMIZERS.get(scheme, 'qat')}", "trainer.threads=1",
             "trainer.validate_every=100000", *args.overrides]  # fmt: skip
 
 
@@ -97,8 +99,8 @@ def collect(args: argparse.Namespace) -> list[dict[str, Any]]:
                           "bits_per_weight": 16.0} for s in args.schemes]  # fmt: skip
             print(f"fp_ft of seed {firsts[future]} done", flush=True)
         waiting = {}
-        for scheme in args.schemes:
-            for method in args.methods:
+        for method in args.methods:
+            for scheme in args.schemes:
                 for seed in args.seeds:
                     file = cache / f"{scheme}_{method}_{seed}.json"
                     if file.exists():

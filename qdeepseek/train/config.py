@@ -78,7 +78,8 @@ class MethodConfig:
     balance_speed   loss-free router balancing during the unquantised stages; 0 is off
     gptq_sequences  training sequences that calibrate GPTQ
     rounding        weights QAT begins with: nearest (the start's own) or gptq (GPTQ's codes and scales)
-    rotate          merge orthogonal rotations into the student first (surgery/rotate.py); spreads outliers
+    rotate          merge orthogonal rotations into the student first (surgery/rotate.py), which spreads outliers:
+                    always, never, or auto (for activations of at most 4 bits; weights alone gain nothing)
     """
 
     start: str = "branch"
@@ -90,11 +91,13 @@ class MethodConfig:
     balance_speed: float = 0.0
     gptq_sequences: int = 64
     rounding: str = "nearest"
-    rotate: bool = False
+    rotate: str = "auto"
 
     def __post_init__(self) -> None:
         if self.start not in ("branch", "fp_ft", "base"):
             raise ValueError(f"start {self.start!r} is unknown; use branch, fp_ft or base")
+        if self.rotate not in ("auto", "always", "never"):
+            raise ValueError(f"rotate {self.rotate!r} is unknown; use auto, always or never")
         if self.rounding not in ("nearest", "gptq"):
             raise ValueError(f"rounding {self.rounding!r} is unknown; use nearest or gptq")
         if self.teacher not in ("fp_ft", "base"):

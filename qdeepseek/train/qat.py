@@ -118,6 +118,13 @@ class Run:
             )
         )  # fmt: skip
 
+    @property
+    def rotates(self) -> bool:
+        """Whether the student is rotated before quantisers are put in."""
+        schemes = [rule.scheme for rule in self.recipe.rules if rule.scheme is not None]
+        hard = any(s.input is not None and s.input.bits <= 4 for s in schemes)
+        return self.method.rotate == "always" or (self.method.rotate == "auto" and hard)
+
     @contextmanager
     def timed(self, stage: str) -> Iterator[None]:
         start = time.perf_counter()
@@ -159,7 +166,7 @@ def fine_tune(run: Run) -> Path:
 
 def put_quantisers(run: Run, student: PreTrainedModel) -> None:
     """Rotate where asked, put quantisers in place, and start from GPTQ's codes where asked."""
-    if run.method.rotate:
+    if run.rotates:
         rotate(student, seed=run.seed)
     prepare(student, run.recipe)
     if run.method.rounding == "gptq":
