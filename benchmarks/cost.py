@@ -23,8 +23,11 @@ from torch import nn
 OUT = Path(__file__).parent.parent / "docs" / "results" / "cost.json"
 CONF = Path(__file__).parent.parent / "conf"
 SEQUENCES, LENGTH = 4, 256
-VARIANTS = {"plain": ("off", False), "w4a16": ("w4a16_g32", False), "w4a16 cached": ("w4a16_g32", True),
-            "w4a8": ("w4a8", False), "w4a8 cached": ("w4a8", True), "torchao w4a16": ("torchao", False)}  # fmt: skip
+VARIANTS = {
+    "plain": ("off", ""), "w4a16": ("w4a16_g32", ""), "w4a16 cached": ("w4a16_g32", "cache"),
+    "w4a16 recomputed": ("w4a16_g32", "recompute"), "w4a8": ("w4a8", ""), "w4a8 cached": ("w4a8", "cache"),
+    "torchao w4a16": ("torchao", ""),
+}  # fmt: skip
 
 
 def build(kind: str) -> nn.Module:
@@ -57,7 +60,7 @@ def make(kind: str, variant: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     from qdeepseek.surgery import Recipe, prepare
 
     model = build(kind).train()
-    scheme, cache = VARIANTS[variant]
+    scheme, memory = VARIANTS[variant]
     if scheme == "torchao":
         from torchao.quantization import quantize_
         from torchao.quantization.qat import IntxFakeQuantizeConfig, QATConfig
@@ -70,7 +73,7 @@ def make(kind: str, variant: str) -> tuple[nn.Module, torch.optim.Optimizer]:
         prepare(model, Recipe.from_config(quant))
         for module in model.modules():
             if isinstance(module, WeightQuantizer):
-                module.cache = cache
+                module.cache, module.recompute = memory == "cache", memory == "recompute"
     return model, torch.optim.AdamW(model.parameters(), 1e-4, fused=True)
 
 

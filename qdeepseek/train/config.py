@@ -75,6 +75,7 @@ class MethodConfig:
     distill_weight  w in (1 − w)·CE + w·KL
     delay_steps     steps at the start of QAT before fake-quant switches on
     cache           fake-quantise once an optimizer step; costs one copy of the quantised weights
+    recompute       rebuild fake-quantised weights in the backward instead of keeping them: less memory, more time
     balance_speed   loss-free router balancing during the unquantised stages; 0 is off
     gptq_sequences  training sequences that calibrate GPTQ
     rounding        weights QAT begins with: nearest (the start's own) or gptq (GPTQ's codes and scales)
@@ -88,6 +89,7 @@ class MethodConfig:
     distill_weight: float = 1.0
     delay_steps: int = 0
     cache: bool = False
+    recompute: bool = False
     balance_speed: float = 0.0
     gptq_sequences: int = 64
     rounding: str = "nearest"
@@ -106,6 +108,8 @@ class MethodConfig:
             raise ValueError(f"qat_fraction {self.qat_fraction} must lie in (0, 1]")
         if not 0 <= self.distill_weight <= 1:
             raise ValueError(f"distill_weight {self.distill_weight} must lie in [0, 1]")
+        if self.cache and self.recompute:
+            raise ValueError("cache keeps fake-quantised weights and recompute drops them: set one of the two")
         if self.delay_steps < 0 or self.balance_speed < 0:
             raise ValueError("delay_steps and balance_speed must not be negative")
 

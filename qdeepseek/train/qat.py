@@ -24,9 +24,11 @@ from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from qdeepseek.export.checkpoint import Checkpoint
 from qdeepseek.export.compressed_tensors import export
 from qdeepseek.ptq.gptq import gptq
 from qdeepseek.surgery import Coverage, Recipe, plan, prepare
+from qdeepseek.surgery.families import is_mtp_parameter
 from qdeepseek.surgery.rotate import rotate
 from qdeepseek.train.callbacks.balance import LossFreeBalance
 from qdeepseek.train.callbacks.branch import SaveBranch
@@ -34,7 +36,7 @@ from qdeepseek.train.callbacks.fake_quant import FakeQuant
 from qdeepseek.train.config import ConfigError, ExportConfig, MethodConfig, OptimConfig, build
 from qdeepseek.train.data import BuiltData, DataConfig, build_data
 from qdeepseek.train.loggers import LoggerConfig, loggers, wandb_logger
-from qdeepseek.train.models import DTYPES, ModelConfig, load_model, load_tokenizer
+from qdeepseek.train.models import DTYPES, ModelConfig, checkpoint_folder, load_model, load_tokenizer
 from qdeepseek.train.module import FineTune
 from qdeepseek.train.provenance import git_commit
 from qdeepseek.train.run import TrainerConfig, build_trainer, fit
@@ -133,8 +135,17 @@ class Run:
 
 
 def check(run: Run) -> Coverage:
-    """Coverage of the base by the recipe; raises CoverageError before any training."""
+    """Coverage of the base by the recipe; raises CoverageError or ConfigError before any training."""
     model = run.load("base")
+    if run.rotates and run.model.path is not None:
+        folder = checkpoint_folder(run.model)
+        layers = model.config.num_hidden_layers
+        extra = [name for name in Checkpoint(folder) if is_mtp_parameter(name, layers)]
+        if extra:
+            raise ConfigError(
+                f"method.rotate {run.method.rotate}: the checkpoint's multi-token-prediction module ({extra[0]}, …) is "
+                f"copied as it is and would read a rotated stream; set method.rotate=never, or remove those tensors"
+            )
     return plan(model, run.recipe)
 
 
@@ -185,7 +196,7 @@ def quantise_aware(run: Run, prepare_student: Callable[[PreTrainedModel], object
         (prepare_student or partial(put_quantisers, run))(student)
         teacher = run.load(method.teacher) if method.distill_weight > 0 else None
         module = FineTune(student, run.qat_optim, run.qat_steps, teacher, method.distill_weight, stage="qat")
-        trainer = _trainer(run, "qat", run.qat_steps, [FakeQuant(method.delay_steps, method.cache)])
+        trainer = _trainer(run, "qat", run.qat_steps, [FakeQuant(method.delay_steps, method.cache, method.recompute)])
         done = run.trainer.steps - run.qat_steps if method.start == "branch" else 0
         fit(trainer, module, run.data.module(done * run.trainer.accumulate), run.folder, "qat")
     return student.eval()

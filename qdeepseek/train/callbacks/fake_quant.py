@@ -16,10 +16,8 @@ from qdeepseek.layers import ActivationQuantizer, WeightQuantizer
 class FakeQuant(Callback):
     """Delayed fake-quantisation and the weight cache of all quantisers of the student."""
 
-    def __init__(self, delay: int = 0, cache: bool = False):
-        if delay < 0:
-            raise ValueError(f"method.delay_steps {delay} must not be negative")
-        self.delay, self.cache = delay, cache
+    def __init__(self, delay: int = 0, cache: bool = False, recompute: bool = False):
+        self.delay, self.cache, self.recompute = delay, cache, recompute
         self._on: bool | None = None
 
     def _set(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -29,7 +27,7 @@ class FakeQuant(Callback):
         self._on = on
         for module in pl_module.modules():
             if isinstance(module, WeightQuantizer):
-                module.enabled, module.cache = on, self.cache
+                module.enabled, module.cache, module.recompute = on, self.cache, self.recompute
             elif isinstance(module, ActivationQuantizer):
                 module.enabled = on
 
@@ -42,6 +40,6 @@ class FakeQuant(Callback):
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         for module in pl_module.modules():
             if isinstance(module, WeightQuantizer):
-                module.enabled, module.cache = True, False
+                module.enabled, module.cache, module.recompute = True, False, False
             elif isinstance(module, ActivationQuantizer):
                 module.enabled = True
