@@ -134,11 +134,17 @@ def facts_of(report: Report) -> list[tuple[str, str]]:
 
 def _plain(value: Any) -> str:
     if isinstance(value, Mapping):
-        found = ((str(k).replace("_", " "), v) for k, v in value.items())
-        return ", ".join(f"{k} ({_plain(v)})" if isinstance(v, Mapping) else f"{k} {_plain(v)}" for k, v in found)
+        return ", ".join(_labelled(str(k), v) for k, v in value.items())
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 10_000:
         return f"{value:,}"
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _labelled(key: str, value: Any) -> str:
+    label = words.NAMES.get(key, key.replace("_", " "))
+    if isinstance(value, Mapping):
+        return f"{label} ({_plain(value)})"
+    return _plain(value) if key == "name" else f"{label} {_plain(value)}"
 
 
 def coverage_words(coverage: Mapping[str, Any]) -> str:
