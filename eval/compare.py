@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -60,16 +60,16 @@ class Comparison:
     hidden: dict[str, Any] = field(default_factory=dict)
 
 
-def columns(run: Run, export: Path) -> dict[str, Callable[[], nn.Module]]:
+def columns(run: Run, export: Path) -> dict[str, Callable[[], PreTrainedModel]]:
     """Column name -> how its model is made, in the order of the table."""
 
-    def rtn() -> nn.Module:
+    def rtn() -> PreTrainedModel:
         model = run.load("fp_ft")
         prepare(model, run.recipe)
         round_to_nearest(model)
         return model
 
-    def gptq_of_fp_ft() -> nn.Module:
+    def gptq_of_fp_ft() -> PreTrainedModel:
         model = run.load("fp_ft")
         prepare(model, run.recipe)
         gptq(model, run.data.calibration(run.method.gptq_sequences))
@@ -95,7 +95,7 @@ def compare(run: Run, export: Path) -> Comparison:
             result.metrics.update(token_metrics({name: model}, batches, teacher=teacher))
             if name != "base":
                 result.weights[name] = weight_error(model, teacher).to_dict()
-                found = hidden_error({name: model}, teacher, list(islice(batches, 4)))  # type: ignore[dict-item, arg-type]
+                found = hidden_error({name: model}, teacher, list(islice(batches, 4)))
                 result.hidden[name] = found[name].to_dict()
     return result
 
