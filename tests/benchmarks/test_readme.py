@@ -10,7 +10,9 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_tables_agree_with_the_results():
-    done = subprocess.run([sys.executable, "-m", "benchmarks.readme", "--check"], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.readme", "--check"], cwd=ROOT, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
 
 
