@@ -9,16 +9,21 @@ killed run continues where it stopped: `run_dir=<the same folder>`.
 """
 
 import copy
+import platform
+import shlex
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from functools import cached_property, partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import lightning as L
+import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -228,6 +233,12 @@ def facts(run: Run) -> dict[str, Any]:
         "scheme": run.recipe.name,
         "seed": run.seed,
         "commit": git_commit(),
+        "command": shlex.join(["python", *sys.argv]),
+        "date": datetime.now().astimezone().isoformat(timespec="minutes"),
+        "device": f"{platform.machine()}, {torch.get_num_threads()} threads"
+        if not torch.cuda.is_available()
+        else torch.cuda.get_device_name(),
+        "rotated": run.rotates,
         "data": run.data.facts,
         "steps": {"fp_ft": run.trainer.steps, "qat": run.qat_steps, "qat_starts_from": run.method.start},
         "tokens": {
