@@ -58,9 +58,7 @@ def jsonl_texts(file: Path, field: str = "text") -> list[str]:
         text = row.get(field) if isinstance(row, dict) else None
         if not isinstance(text, str):
             found = ", ".join(row) if isinstance(row, dict) else type(row).__name__
-            raise ValueError(
-                f"{file}, line {number}: no string field {field!r} (found: {found}); name it with --field"
-            )
+            raise ValueError(f"{file}, line {number}: no string field {field!r} (found: {found}); name it with --field")
         texts.append(text)
     if not texts:
         raise ValueError(f"{file}: no rows; give at least one")

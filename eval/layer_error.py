@@ -81,6 +81,7 @@ def record(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> dict[tuple[in
     outputs: dict[tuple[int, str], Tensor] = {}
     handles = []
     for key, module in layer_points(model).items():
+
         def keep(_module: nn.Module, _args: Any, output: Any, key: tuple[int, str] = key) -> None:
             outputs[key] = output[0] if isinstance(output, tuple) else output
 

@@ -169,7 +169,8 @@ class WeightQuantizer(nn.Module):
             with torch.no_grad():
                 lo, hi = find_range(w, self.scheme, MINMAX, self.scale_shape, ratio)
                 return grid.scale_from_range(lo, hi, self.scheme, w.dtype)
-        if self.scale.device != w.device and not self.method.learned:  # loaded or set before the model moved
+        moved = self.scale.device != w.device and not self.method.learned and not w.is_meta
+        if moved:  # a fixed scale that was loaded or set before the model went to its device
             self.scale = self.scale.to(w.device)
             self.zero = None if self.zero is None else self.zero.to(w.device)
         return self.scale, self.zero

@@ -54,9 +54,7 @@ class GPTQConfig:
         if self.scales not in ("original", "current"):
             raise ValueError(f"GPTQ scales {self.scales!r} must be 'original' or 'current'")
         if self.act_order and self.scales == "current":
-            raise ValueError(
-                "GPTQ act_order scatters a group's columns: set scales 'original' or act_order False"
-            )
+            raise ValueError("GPTQ act_order scatters a group's columns: set scales 'original' or act_order False")
 
 
 def inverse_factor(hessian_II: Tensor, damp: float, name: str = "weight") -> Tensor:

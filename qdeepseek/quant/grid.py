@@ -54,8 +54,7 @@ def scale_from_range(lo: Tensor, hi: Tensor, scheme: QuantScheme, dtype: torch.d
     if scheme.symmetric:
         return round_scale(torch.maximum(hi, -lo).div_(scheme.divisor), scheme, dtype), None
     lo, hi = lo.clamp(max=0), hi.clamp(min=0)
-    # halves, since hi - lo may overflow where hi and lo do not
-    scale = round_scale((hi / 2 - lo / 2).div_(scheme.divisor).mul_(2), scheme, dtype)
+    scale = round_scale((hi - lo).div_(scheme.divisor), scheme, dtype)  # an overflow ends at the ceiling
     zero = (scheme.qmin - (lo / scale).round_()).clamp_(scheme.qmin, scheme.qmax)
     return scale, zero.to(torch.int8)
 

@@ -19,8 +19,7 @@ def test_tables_agree_with_the_results():
 def test_gap_is_against_fp_ft_and_never_the_untuned_model():
     measured = {"base": (3.0, 0.5), "fp_ft": (1.0, 0.0), "rtn": (1.2, 0.1), "qat": (1.05, 0.02)}
     rows = [
-        {"scheme": "s", "seed": 0, "method": method, "loss": loss, "kl": kl}
-        for method, (loss, kl) in measured.items()
+        {"scheme": "s", "seed": 0, "method": method, "loss": loss, "kl": kl} for method, (loss, kl) in measured.items()
     ]
     assert abs(gaps(rows, "s", "qat", "loss")[0] - 0.75) < 1e-9
     assert abs(gaps(rows, "s", "qat", "kl")[0] - 0.8) < 1e-9
