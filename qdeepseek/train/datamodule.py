@@ -58,7 +58,7 @@ class TokenDataModule(L.LightningDataModule):
         )  # fmt: skip
 
     def val_dataloader(self) -> DataLoader[dict[str, Tensor]]:
-        sampler = None
+        sampler: DistributedSampler[dict[str, Tensor]] | None = None
         if self.trainer is not None and self.trainer.world_size > 1:
             sampler = DistributedSampler(self.select, self.trainer.world_size, self.trainer.global_rank, shuffle=False)
         return DataLoader(self.select, self.batch_size, collate_fn=self.collate, sampler=sampler)

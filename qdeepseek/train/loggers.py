@@ -4,6 +4,7 @@ CSV keeps one file per stage and attempt, logs/<stage>/version_<n>/metrics.csv, 
 what an earlier attempt wrote. W&B keeps one run for all stages and attempts: its id lies in wandb_id.txt.
 """
 
+import secrets
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,12 +42,12 @@ def wandb_logger(config: LoggerConfig, folder: Path, run_config: dict[str, Any])
     if config.kind == "csv":
         return None
     try:
-        import wandb
+        import wandb  # noqa: F401
     except ImportError as error:
         raise ConfigError("logger.kind wandb: wandb is not installed; pip install 'qdeepseek[wandb]'") from error
     id_file = folder / "wandb_id.txt"
     if not id_file.exists():
-        id_file.write_text(wandb.util.generate_id() + "\n")
+        id_file.write_text(secrets.token_hex(4) + "\n")
     logger = WandbLogger(
         id=id_file.read_text().strip(), name=folder.name, save_dir=folder, project=config.project,
         entity=config.entity, group=config.group, offline=config.offline, resume="allow",

@@ -63,7 +63,7 @@ def token_losses(
     for start in range(0, len(labels_T), rows):
         part = slice(start, start + rows)
         teacher_part = None if teacher_TH is None else teacher_TH[part]
-        ce_part, kl_part = checkpoint(  # type: ignore[misc]
+        ce_part, kl_part = checkpoint(
             chunk_sums, hidden_TH[part], labels_T[part], head, teacher_part, teacher_head, use_reentrant=False
         )
         ce, kl = ce + ce_part, kl + kl_part

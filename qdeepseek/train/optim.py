@@ -18,7 +18,9 @@ from qdeepseek.train.config import OptimConfig
 def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, Any]]:
     """Groups for AdamW, empty ones left out; every trainable parameter is in exactly one."""
     scales = {id(p) for m in model.modules() if isinstance(m, WeightQuantizer) for p in m.parameters(recurse=False)}
-    matrices, vectors, learned = [], [], []
+    matrices: list[nn.Parameter] = []
+    vectors: list[nn.Parameter] = []
+    learned: list[nn.Parameter] = []
     for parameter in model.parameters():
         if not parameter.requires_grad:
             continue

@@ -45,7 +45,7 @@ def pretrain(config: dict[str, Any], folder: Path) -> Path:
     held_out = trainer.validate(module, loaders, verbose=False)[0]["pretrain/select_loss"]
     destination = folder / "model"
     if trainer.is_global_zero:
-        model.to(torch.bfloat16)
+        model.bfloat16()
         for name, parameter in model.named_parameters():
             if name.endswith("mlp.gate.weight"):
                 parameter.data = parameter.data.float()

@@ -43,7 +43,7 @@ def build_trainer(
     name: str,
     *,
     strategy: Strategy | str = "auto",
-    logger: Logger | bool = False,
+    logger: list[Logger] | bool = False,
     callbacks: list[Callback] | None = None,
     validate: bool = True,
 ) -> L.Trainer:
