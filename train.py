@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import hydra
+from hydra.core.hydra_config import HydraConfig
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 
@@ -26,7 +27,7 @@ from qdeepseek.train.pretrain import pretrain
 def main_job(run: qat.Run) -> None:
     """Coverage → data → FP_ft → QAT → export → verify → reload → evaluate → report."""
     coverage = qat.check(run)
-    print(coverage.table(), flush=True)
+    rank_zero_only(print)(coverage.table(), flush=True)
     open_folder(run.folder, run.config, coverage)
     run.data  # noqa: B018  every row is read and checked before anything is trained
     qat.fine_tune(run)
@@ -57,6 +58,7 @@ def finish(run: qat.Run, student: Any, coverage: Any) -> None:
 @hydra.main(version_base="1.3", config_path="conf", config_name="train")
 def main(cfg: DictConfig) -> None:
     config: Any = OmegaConf.to_container(cfg, resolve=True)
+    config["run_dir"] = HydraConfig.get().runtime.output_dir  # the one folder that all ranks and sweep jobs agree on
     quiet()
     try:
         if config["job"] == "pretrain":

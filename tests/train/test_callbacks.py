@@ -57,6 +57,16 @@ def test_balance_counts_each_token_once_an_optimizer_step(tiny_model):
         assert set((moved * 2**20).round().abs().int().tolist()) <= {0, 1, 2} and bool((moved != 0).any())
 
 
+def test_routers_stay_in_fp32_when_training_in_bf16(tiny_model):
+    gate = tiny_model.model.layers[1].mlp.gate
+    gate.e_score_correction_bias.fill_(1.0)
+    fit(FineTune(tiny_model, OptimConfig(lr=1e-4), 2), [LossFreeBalance(speed=2**-10)], steps=2, precision="bf16-true")
+    assert tiny_model.model.layers[1].self_attn.o_proj.weight.dtype == torch.bfloat16
+    assert gate.weight.dtype == torch.float32
+    moved = gate.e_score_correction_bias  # 2^-10 below and above 1 do not exist in bf16
+    assert moved.dtype == torch.float32 and bool((moved != 1).any()) and bool(((moved - 1).abs() <= 2**-9).all())
+
+
 def test_balance_without_a_router_is_an_error(tiny_model):
     for layer in tiny_model.model.layers[1:]:
         layer.mlp = tiny_model.model.layers[0].mlp
