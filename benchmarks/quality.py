@@ -105,7 +105,7 @@ def collect(args: argparse.Namespace) -> list[dict[str, Any]]:
                     file = cache / f"{scheme}_{method}_{seed}.json"
                     if file.exists():
                         rows += json.loads(file.read_text())
-                    else:
+                    elif not args.finished_only:
                         waiting[pool.submit(task, args, seed, scheme, method)] = file
         for future in as_completed(waiting):
             file = waiting[future]
@@ -126,6 +126,7 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--jobs", type=int, default=2, help="processes of one thread each")
+    parser.add_argument("--finished-only", action="store_true", help="write the rows that exist, start none")
     parser.add_argument("--work", type=Path, default=Path("outputs/quality"))
     parser.add_argument("--out", type=Path, default=OUT)
     parser.add_argument("overrides", nargs="*", help="Hydra overrides of every run")
