@@ -4,6 +4,7 @@ loss = (1 − w)·CE + w·KL(teacher ‖ student), see losses.py. The teacher is
 in no parameter group, no checkpoint and no shard.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import lightning as L
@@ -52,6 +53,22 @@ class FineTune(L.LightningModule):
     @property
     def teacher(self) -> PreTrainedModel | None:
         return self._teacher[0]
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "FineTune":
+        """Move and cast, but leave in fp32 what the architecture keeps there: `precision: bf16-true` casts the whole
+        module, and a router's bias that moves by 1e-3 a step stands still in bf16 from 0.25 on."""
+        parts = tuple(getattr(self.model, "_keep_in_fp32_modules_strict", None) or ())
+
+        def routers() -> dict[str, Tensor]:
+            tensors = [*self.model.named_parameters(), *self.model.named_buffers()]
+            return {name: t for name, t in tensors if f".{name}".endswith(tuple(f".{part}" for part in parts))}
+
+        kept = {name: t.data for name, t in routers().items() if t.dtype == torch.float32}
+        super()._apply(fn, recurse)
+        for name, tensor in routers().items():
+            if name in kept and tensor.dtype != torch.float32:
+                tensor.data = kept[name].to(tensor.device)
+        return self
 
     def on_fit_start(self) -> None:
         if self.teacher is not None:
