@@ -1,10 +1,8 @@
 """A folder (or file) of safetensors as one mapping from name to tensor, read a tensor at a time.
 
-FP8 block-quantised checkpoints (DeepSeek-V3) keep W as float8_e4m3 with one fp32 factor for each 128 × 128 block:
-
-    W[i, j] = fp8[i, j] · weight_scale_inv[i // 128, j // 128]          rounded once, to bf16
-
-`read` returns that W, and the factors are not listed among the names. Source: DeepSeek-V3 inference/kernel.py.
+FP8 block-quantised checkpoints (DeepSeek-V3) keep W as float8_e4m3 with one fp32 factor for each block, 128 × 128 or
+what `weight_block_size` in the folder's config.json says. `read` returns W in bf16 (surgery/fp8.py), and the factors
+are not listed among the names.
 """
 
 import json
@@ -17,8 +15,9 @@ from torch import Tensor
 from qdeepseek.export import safetensors_file
 from qdeepseek.export.safetensors_file import TensorInfo
 from qdeepseek.export.writer import INDEX
+from qdeepseek.surgery.fp8 import dequantize_fp8
 
-FP8_BLOCK = 128
+FP8_BLOCK = (128, 128)
 FP8_FACTOR = "_scale_inv"
 
 
@@ -58,7 +57,8 @@ class Checkpoint:
         if info.dtype != torch.float8_e4m3fn or name + FP8_FACTOR not in self._tensors:
             return tensor
         factor_shard, factor_info = self._tensors[name + FP8_FACTOR]
-        return dequantize_fp8(tensor, safetensors_file.read_tensor(factor_shard, factor_info))
+        factors = safetensors_file.read_tensor(factor_shard, factor_info)
+        return dequantize_fp8(tensor, factors, _fp8_block(self.path), name=name)
 
     def _find(self, name: str) -> tuple[Path, TensorInfo]:
         if name not in self._tensors:
@@ -71,17 +71,12 @@ class Checkpoint:
         return name.endswith(FP8_FACTOR) and name.removesuffix(FP8_FACTOR) in self._tensors
 
 
-def dequantize_fp8(weight_OI: Tensor, factors: Tensor) -> Tensor:
-    """bf16 weight of an FP8 weight (O, I) and its factors (ceil(O/128), ceil(I/128))."""
-    rows, columns = weight_OI.shape
-    if factors.shape != (-(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK)):
-        raise ValueError(
-            f"factors of shape {tuple(factors.shape)} do not cover an FP8 weight of shape {tuple(weight_OI.shape)} "
-            f"in blocks of {FP8_BLOCK} x {FP8_BLOCK}"
-        )
-    spread = factors.float().repeat_interleave(FP8_BLOCK, 0)[:rows]
-    spread = spread.repeat_interleave(FP8_BLOCK, 1)[:, :columns]
-    return (weight_OI.float() * spread).to(torch.bfloat16)
+def _fp8_block(path: Path) -> tuple[int, int]:
+    """Block size of the checkpoint's FP8 weights."""
+    config = path / "config.json"
+    quantization = json.loads(config.read_text()).get("quantization_config") if config.is_file() else None
+    rows, columns = (quantization or {}).get("weight_block_size") or FP8_BLOCK
+    return rows, columns
 
 
 def _shards(path: Path) -> list[Path]:

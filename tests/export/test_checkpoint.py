@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from qdeepseek.export.checkpoint import FP8_BLOCK, Checkpoint, dequantize_fp8
+from qdeepseek.export.checkpoint import Checkpoint
 from qdeepseek.export.writer import INDEX
 
 
@@ -47,17 +47,26 @@ def test_what_is_missing_is_named(tmp_path):
         Checkpoint(tmp_path / "empty")
 
 
+@pytest.mark.parametrize("size", [128, 64])
 @pytest.mark.parametrize("shape", [(128, 256), (200, 130), (64, 64)])
-def test_fp8_blocks(tmp_path, shape):
+def test_fp8_blocks(tmp_path, shape, size):
     torch.manual_seed(0)
     weight = torch.randn(shape).to(torch.float8_e4m3fn)
-    factors = torch.rand(-(-shape[0] // FP8_BLOCK), -(-shape[1] // FP8_BLOCK))
+    factors = torch.rand(-(-shape[0] // size), -(-shape[1] // size))
     expected = torch.empty(shape, dtype=torch.bfloat16)
     for i in range(shape[0]):
-        for j in range(0, shape[1], FP8_BLOCK):
-            block = slice(j, min(j + FP8_BLOCK, shape[1]))
-            expected[i, block] = (weight[i, block].float() * factors[i // FP8_BLOCK, j // FP8_BLOCK]).bfloat16()
-    checkpoint = Checkpoint(shards(tmp_path / "c", {"w": weight}, {"w_scale_inv": factors}))
+        for j in range(0, shape[1], size):
+            block = slice(j, min(j + size, shape[1]))
+            expected[i, block] = (weight[i, block].float() * factors[i // size, j // size]).bfloat16()
+    folder = shards(tmp_path / "c", {"w": weight}, {"w_scale_inv": factors})
+    if size != 128:
+        (folder / "config.json").write_text(json.dumps({"quantization_config": {"weight_block_size": [size, size]}}))
+    checkpoint = Checkpoint(folder)
     assert list(checkpoint) == ["w"] and torch.equal(checkpoint.read("w"), expected)
-    with pytest.raises(ValueError, match="do not cover an FP8 weight"):
-        dequantize_fp8(weight, factors.repeat(2, 1))
+
+
+def test_fp8_factors_of_another_shape_are_refused(tmp_path):
+    weight = torch.zeros(200, 130).to(torch.float8_e4m3fn)
+    folder = shards(tmp_path / "c", {"w": weight}, {"w_scale_inv": torch.ones(4, 2)})
+    with pytest.raises(ValueError, match=r"w: a weight of \(200, 130\) in blocks of \(128, 128\) has \(2, 2\) scales"):
+        Checkpoint(folder).read("w")
