@@ -32,10 +32,10 @@ imports: install
 	$(BIN)/lint-imports
 
 pytest: install
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
 quick: install
-	$(BIN)/python -m pytest -m "not slow"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow"
 
 clean:
 	rm -rf $(VENV) outputs multirun .mypy_cache .pytest_cache .ruff_cache
