@@ -5,6 +5,7 @@ python train.py model=deepseek_v2_lite data=sft data.path=chats.jsonl quant=w4a1
 python train.py run_dir=outputs/…                 # the same folder again: continue a killed run
 """
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,10 @@ def main_job(run: qat.Run) -> None:
     rank_zero_only(print)(coverage.table(), flush=True)
     open_folder(run.folder, run.config, coverage)
     run.data  # noqa: B018  every row is read and checked before anything is trained
-    qat.fine_tune(run)
+    fp_ft = qat.fine_tune(run)
+    if coverage.quantized_share == 0:
+        rank_zero_only(print)(f"recipe {run.recipe.name} quantises nothing: unquantised fine-tune only, in {fp_ft}")
+        return
     student = qat.quantise_aware(run)
     finish(run, student, coverage)
 
@@ -66,6 +70,8 @@ def main(cfg: DictConfig) -> None:
         else:
             main_job(qat.Run.from_config(config))
     except USER_ERRORS as error:
+        if os.environ.get("HYDRA_FULL_ERROR"):
+            raise
         sys.exit(f"error: {error}")
 
 

@@ -20,16 +20,19 @@ def models(run: Any, scheme: str, method: str) -> Iterator[Scored]:
     """Yield the models of one method; torchao's QAT yields two, as it is and with the rest rounded to nearest."""
     from qdeepseek.ptq.gptq import gptq
     from qdeepseek.surgery import plan, prepare
+    from qdeepseek.surgery.rotate import rotate
     from qdeepseek.train.qat import quantise_aware
 
     coverage = plan(run.load("fp_ft"), run.recipe)
     share, bits = coverage.quantized_share, bits_per_weight(coverage)
     if method == "qat":
         yield "qat", quantise_aware(run), share, bits
-    elif method in ("rtn", "gptq"):
+    elif method in ("rtn", "gptq", "rtn_rotated", "gptq_rotated"):
         model = run.load("fp_ft")
+        if method.endswith("_rotated"):
+            rotate(model, seed=run.seed)
         prepare(model, run.recipe)
-        if method == "gptq":
+        if method.startswith("gptq"):
             gptq(model, run.data.calibration(run.method.gptq_sequences))
         yield method, model, share, bits
     elif method == "autoround":

@@ -25,7 +25,8 @@ ROOT = Path(__file__).parent.parent
 OUT = ROOT / "docs" / "results" / "quality.json"
 SCHEMES = ("w4a16_g128", "w4a16_g32", "w4a8", "w4a4", "w3a16_g32", "w2a16_g32")
 OPTIMIZERS = {"w4a4": "qat_w3", "w3a16_g32": "qat_w3", "w2a16_g32": "qat_w2"}
-METHODS = ("qat", "rtn", "gptq", "autoround", "torchao_qat", "torchao_qat_unfused")
+METHODS = ("qat", "rtn", "gptq", "rtn_rotated", "gptq_rotated", "autoround", "torchao_qat", "torchao_qat_unfused")
+ROTATED = ("w4a4",)  # schemes whose QAT starts from rotated weights: there the baselines are run rotated too
 
 
 def make_run(overrides: list[str]) -> Any:
@@ -76,13 +77,14 @@ def task(args: argparse.Namespace, seed: int, scheme: str, method: str) -> list[
     import torch
 
     from benchmarks import methods
+    from qdeepseek.train.provenance import git_commit
 
     torch.set_num_threads(1)
     run = make_run(overrides_of(args, seed, scheme, own_folder(args, seed, scheme, method)))
     rows = []
     for name, model, share, bits in methods.models(run, scheme, method):
         rows.append({"scheme": scheme, "method": name, "seed": seed, **score(run, model),
-                     "quantized_share": share, "bits_per_weight": bits})  # fmt: skip
+                     "quantized_share": share, "bits_per_weight": bits, "commit": git_commit()})  # fmt: skip
     return rows
 
 
@@ -101,6 +103,8 @@ def collect(args: argparse.Namespace) -> list[dict[str, Any]]:
         waiting = {}
         for method in args.methods:
             for scheme in args.schemes:
+                if method.endswith("_rotated") and scheme not in ROTATED:
+                    continue
                 for seed in args.seeds:
                     file = cache / f"{scheme}_{method}_{seed}.json"
                     if file.exists():

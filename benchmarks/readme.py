@@ -26,6 +26,8 @@ NAMES = {
 METHODS = {
     "rtn": "RTN",
     "gptq": "GPTQ",
+    "rtn_rotated": "RTN, rotated",
+    "gptq_rotated": "GPTQ, rotated",
     "autoround": "AutoRound",
     "torchao_qat": "torchao QAT",
     "torchao_qat_unfused": "torchao QAT, experts unfused",

@@ -22,6 +22,7 @@ from qdeepseek.export.loader import load_prepared
 from qdeepseek.ptq.gptq import gptq
 from qdeepseek.ptq.rtn import round_to_nearest
 from qdeepseek.surgery import prepare
+from qdeepseek.surgery.rotate import rotate
 from qdeepseek.train.data import BuiltData, spread
 from qdeepseek.train.models import DTYPES
 from qdeepseek.train.qat import Run
@@ -70,9 +71,9 @@ def columns(run: Run, export: Path) -> dict[str, Callable[[], PreTrainedModel]]:
         return model
 
     def gptq_of_fp_ft() -> PreTrainedModel:
-        model = run.load("fp_ft")
+        model = run.load("fp_ft").to(run.device)  # type: ignore[arg-type]
         prepare(model, run.recipe)
-        gptq(model, run.data.calibration(run.method.gptq_sequences))
+        gptq(model, run.data.calibration(run.method.gptq_sequences, run.device))
         return model
 
     return {
@@ -83,19 +84,27 @@ def columns(run: Run, export: Path) -> dict[str, Callable[[], PreTrainedModel]]:
     }
 
 
+def rotated_teacher(run: Run) -> PreTrainedModel:
+    """FP_ft in the rotated basis of the student: what its weights and hidden states are compared with."""
+    model = run.load("fp_ft")
+    rotate(model, seed=run.seed)
+    return model.to(run.device)  # type: ignore[arg-type]
+
+
 def compare(run: Run, export: Path) -> Comparison:
     """Evaluate every column on the report part with FP_ft as the teacher."""
     batches = report_batches(run.data)
-    teacher = run.load("fp_ft")
+    teacher = run.load("fp_ft").to(run.device)  # type: ignore[arg-type]
     result = Comparison(dict(token_metrics({"fp_ft": teacher}, batches, teacher=teacher)))
     for name, make in columns(run, export).items():
         with run.timed(name if name in ("rtn", "gptq") else "evaluate"):
-            model = make()
+            model = make().to(run.device)  # type: ignore[arg-type]
         with run.timed("evaluate"):
             result.metrics.update(token_metrics({name: model}, batches, teacher=teacher))
             if name != "base":
-                result.weights[name] = weight_error(model, teacher).to_dict()
-                found = hidden_error({name: model}, teacher, list(islice(batches, 4)))
+                reference = teacher if name != "qat" or not run.rotates else rotated_teacher(run)
+                result.weights[name] = weight_error(model, reference).to_dict()
+                found = hidden_error({name: model}, reference, list(islice(batches, 4)))
                 result.hidden[name] = found[name].to_dict()
     return result
 

@@ -94,7 +94,7 @@ def rotate(model: nn.Module, *, seed: int = 0, parts: Iterable[str] = PARTS) -> 
     parts = frozenset(parts)
     if not parts <= set(PARTS):
         raise ValueError(f"rotate: unknown parts {sorted(parts - set(PARTS))}; use any of {', '.join(PARTS)}")
-    _check(model)
+    check_rotatable(model)
     moves = _Moves(model, seed, parts)
     _collect(model, moves)
     moves.check_complete()
@@ -107,7 +107,8 @@ def rotate(model: nn.Module, *, seed: int = 0, parts: Iterable[str] = PARTS) -> 
     return RotationReport(seed, moves.sizes, tuple(moves.norms), rotated)
 
 
-def _check(model: nn.Module) -> None:
+def check_rotatable(model: nn.Module) -> None:
+    """Raises ValueError naming what keeps `model` from being rotated: family, tied or quantised weights, no data."""
     config: Any = getattr(model, "config", None)
     kind = getattr(config, "model_type", type(model).__name__)
     if kind not in MODEL_TYPES:

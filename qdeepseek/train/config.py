@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
+from safetensors import SafetensorError
+
 from qdeepseek.data.sources import DataError
 from qdeepseek.export.sources import SchemeMismatch
 from qdeepseek.surgery import CoverageError
@@ -15,7 +17,16 @@ class ConfigError(ValueError):
     """A configuration value that cannot work; the message names key, value, rule and remedy."""
 
 
-USER_ERRORS = (ConfigError, CoverageError, DataError, SchemeMismatch, FileNotFoundError, OSError)
+USER_ERRORS = (
+    ConfigError,
+    CoverageError,
+    DataError,
+    SchemeMismatch,
+    ValueError,
+    FloatingPointError,
+    OSError,
+    SafetensorError,
+)
 
 
 def build(cls: type[T], values: Mapping[str, Any], where: str) -> T:
@@ -91,7 +102,7 @@ class MethodConfig:
     cache: bool = False
     recompute: bool = False
     balance_speed: float = 0.0
-    gptq_sequences: int = 64
+    gptq_sequences: int = 128
     rounding: str = "nearest"
     rotate: str = "auto"
 

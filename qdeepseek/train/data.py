@@ -90,15 +90,17 @@ class BuiltData:
         """Loaders whose training order begins at batch `start`."""
         select = spread(self.select, self.loader.select_sequences)
         return TokenDataModule(
-            self.train, select, self.loader.batch_size, self.collate, self.seed, self.loader.workers, start
-        )
+            self.train, select, self.loader.batch_size, self.collate, self.seed, self.loader.workers, start,
+            str(self.facts["sha256"]),
+        )  # fmt: skip
 
-    def calibration(self, sequences: int) -> list[dict[str, Tensor]]:
-        """Training sequences for GPTQ, drawn with the run's seed, in batches of 8."""
+    def calibration(self, sequences: int, device: torch.device | str = "cpu") -> list[dict[str, Tensor]]:
+        """Training sequences for GPTQ, drawn with the run's seed, in batches of 8 on `device`."""
         generator = torch.Generator().manual_seed(self.seed)
         size = len(self.train)  # type: ignore[arg-type]
         items = [self.train[i] for i in torch.randperm(size, generator=generator)[:sequences].tolist()]
-        return [self.collate(items[i : i + 8]) for i in range(0, len(items), 8)]
+        batches = [self.collate(items[i : i + 8]) for i in range(0, len(items), 8)]
+        return [{name: tensor.to(device) for name, tensor in batch.items()} for batch in batches]
 
 
 def spread(data: Tokens, limit: int | None) -> Tokens:

@@ -28,6 +28,7 @@ class TokenDataModule(L.LightningDataModule):
         seed: of the training order.
         workers: loader processes; 0 keeps everything in the main process.
         start: number of the first batch of the order.
+        data_hash: of the data, compared when a run is continued.
     """
 
     def __init__(
@@ -39,15 +40,20 @@ class TokenDataModule(L.LightningDataModule):
         seed: int = 0,
         workers: int = 0,
         start: int = 0,
+        data_hash: str = "",
     ):
         super().__init__()
         self.train, self.select = train, select
         self.batch_size, self.collate, self.seed, self.workers = batch_size, collate, seed, workers
         self.start = self._first = start
+        self.data_hash = data_hash
 
-    def _shape(self) -> dict[str, int]:
+    def _shape(self) -> dict[str, Any]:
         world = self.trainer.world_size if self.trainer is not None else 1
-        return {"world": world, "batch_size": self.batch_size, "seed": self.seed, "items": len(self.train)}  # type: ignore[arg-type]
+        return {
+            "world": world, "batch_size": self.batch_size, "seed": self.seed, "items": len(self.train),  # type: ignore[arg-type]
+            "data_hash": self.data_hash,
+        }  # fmt: skip
 
     def train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
         rank, world = (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)

@@ -14,9 +14,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from qdeepseek.layers import QuantLinear
 
 IGNORED = -100
 Head = Callable[[Tensor], Tensor]
+
+
+def output_head(model: PreTrainedModel) -> Head:
+    """Hidden states -> logits; a quantised head fake-quantises its weight once here, not once a chunk."""
+    head = model.get_output_embeddings()
+    if not isinstance(head, QuantLinear):
+        return head
+    weight, quantize_input = head.weight_quantizer(head.weight), head.input_quantizer
+    return lambda h: F.linear(h if quantize_input is None else quantize_input(h), weight, head.bias)
 
 
 def shift(hidden_BLH: Tensor, labels_BL: Tensor) -> tuple[Tensor, Tensor]:

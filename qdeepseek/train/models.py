@@ -7,7 +7,14 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from qdeepseek.surgery import load_causal_lm
 from qdeepseek.train.config import ConfigError
@@ -55,10 +62,8 @@ def load_model(config: ModelConfig) -> PreTrainedModel:
     Raises ConfigError when the checkpoint is missing, broken, incomplete or does not fit its configuration.
     """
     if config.scratch is not None:
-        values = dict(config.scratch)
-        model_config = AutoConfig.for_model(values.pop("model_type"), **values)
         model = AutoModelForCausalLM.from_config(
-            model_config, dtype=DTYPES[config.dtype], attn_implementation=config.attention
+            read_config(config), dtype=DTYPES[config.dtype], attn_implementation=config.attention
         )
     else:
         model = _from_pretrained(config)
@@ -107,6 +112,14 @@ def _from_pretrained(config: ModelConfig) -> PreTrainedModel:
                 f"or belongs to another configuration"
             )
     return model
+
+
+def read_config(config: ModelConfig) -> PretrainedConfig:
+    """The model's configuration alone."""
+    if config.scratch is not None:
+        values = dict(config.scratch)
+        return AutoConfig.for_model(values.pop("model_type"), **values)
+    return AutoConfig.from_pretrained(checkpoint_folder(config))
 
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:

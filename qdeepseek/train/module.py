@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from qdeepseek.train.config import OptimConfig
-from qdeepseek.train.losses import token_losses
+from qdeepseek.train.losses import output_head, token_losses
 from qdeepseek.train.optim import build_optimizer
 
 
@@ -86,7 +86,7 @@ class FineTune(L.LightningModule):
         return token_losses(
             hidden,
             batch["labels"],
-            self.model.get_output_embeddings(),
+            output_head(self.model),
             teacher_hidden,
             teacher_head,
             vocab_size=self.model.config.vocab_size,

@@ -8,7 +8,7 @@ tokens. Every stage leaves a folder under the run's folder and is skipped when t
 killed run continues where it stopped: `run_dir=<the same folder>`.
 """
 
-import copy
+import os
 import platform
 import shlex
 import sys
@@ -31,17 +31,18 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qdeepseek.export.checkpoint import Checkpoint
 from qdeepseek.export.compressed_tensors import export
+from qdeepseek.export.names import layout_of
 from qdeepseek.ptq.gptq import gptq
 from qdeepseek.surgery import Coverage, Recipe, plan, prepare
 from qdeepseek.surgery.families import is_mtp_parameter
-from qdeepseek.surgery.rotate import rotate
+from qdeepseek.surgery.rotate import check_rotatable, rotate
 from qdeepseek.train.callbacks.balance import LossFreeBalance
 from qdeepseek.train.callbacks.branch import SaveBranch
 from qdeepseek.train.callbacks.fake_quant import FakeQuant
 from qdeepseek.train.config import ConfigError, ExportConfig, MethodConfig, OptimConfig, build
 from qdeepseek.train.data import BuiltData, DataConfig, build_data
 from qdeepseek.train.loggers import LoggerConfig, loggers, wandb_logger
-from qdeepseek.train.models import DTYPES, ModelConfig, checkpoint_folder, load_model, load_tokenizer
+from qdeepseek.train.models import DTYPES, ModelConfig, checkpoint_folder, load_model, load_tokenizer, read_config
 from qdeepseek.train.module import FineTune
 from qdeepseek.train.provenance import git_commit
 from qdeepseek.train.run import TrainerConfig, build_trainer, fit
@@ -88,7 +89,7 @@ class Run:
             data_config=DataConfig.parse(config["data"]),
             logger=build(LoggerConfig, config["logger"], "logger"),
             export=build(ExportConfig, config["export"], "export"),
-            strategy=config["strategy"]["name"],
+            strategy=strategy_name(config),
         )
 
     @cached_property
@@ -107,7 +108,14 @@ class Run:
 
     @cached_property
     def base_config(self) -> Any:
-        return copy.deepcopy(self.load("base").config)
+        return read_config(self.model)
+
+    @property
+    def device(self) -> torch.device:
+        """Where this process searches scales, calibrates and evaluates; Lightning places what it trains itself."""
+        if self.trainer.accelerator == "cpu" or not torch.cuda.is_available():
+            return torch.device("cpu")
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
 
     @property
     def qat_steps(self) -> int:
@@ -118,12 +126,7 @@ class Run:
         """`base`, or a folder that an earlier stage wrote: `branch`, `fp_ft`."""
         if which == "base":
             return load_model(self.model)
-        return load_model(
-            ModelConfig(
-                path=str((self.folder / which).absolute()), dtype=self.model.dtype, attention=self.model.attention,
-                gradient_checkpointing=self.model.gradient_checkpointing,
-            )
-        )  # fmt: skip
+        return load_model(replace(self.model, path=str((self.folder / which).absolute()), scratch=None, revision=None))
 
     @property
     def rotates(self) -> bool:
@@ -139,9 +142,19 @@ class Run:
         self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - start
 
 
+def strategy_name(config: Mapping[str, Any]) -> str:
+    """Lightning's name of the strategy. Learned scales get no gradient while fake-quant waits, which DDP must know."""
+    name = str(config["strategy"]["name"])
+    return "ddp_find_unused_parameters_true" if name == "ddp" and config["method"]["delay_steps"] else name
+
+
 def check(run: Run) -> Coverage:
     """Coverage of the base by the recipe; raises CoverageError or ConfigError before any training."""
     model = run.load("base")
+    coverage = plan(model, run.recipe)
+    layout_of(str(model.config.model_type), fused=coverage.expert_share is not None)
+    if run.rotates:
+        check_rotatable(model)
     if run.rotates and run.model.path is not None:
         folder = checkpoint_folder(run.model)
         layers = model.config.num_hidden_layers
@@ -151,7 +164,7 @@ def check(run: Run) -> Coverage:
                 f"method.rotate {run.method.rotate}: the checkpoint's multi-token-prediction module ({extra[0]}, …) is "
                 f"copied as it is and would read a rotated stream; set method.rotate=never, or remove those tensors"
             )
-    return plan(model, run.recipe)
+    return coverage
 
 
 def _trainer(run: Run, stage: str, steps: int, callbacks: list[Callback]) -> L.Trainer:
@@ -182,11 +195,12 @@ def fine_tune(run: Run) -> Path:
 
 def put_quantisers(run: Run, student: PreTrainedModel) -> None:
     """Rotate where asked, put quantisers in place, and start from GPTQ's codes where asked."""
+    student.to(run.device)  # type: ignore[arg-type]
     if run.rotates:
         rotate(student, seed=run.seed)
     prepare(student, run.recipe)
     if run.method.rounding == "gptq":
-        gptq(student, run.data.calibration(run.method.gptq_sequences))
+        gptq(student, run.data.calibration(run.method.gptq_sequences, run.device))
 
 
 def quantise_aware(run: Run, prepare_student: Callable[[PreTrainedModel], object] | None = None) -> PreTrainedModel:
@@ -216,7 +230,7 @@ def export_student(run: Run, student: PreTrainedModel) -> Path:
             run.folder / "export" / options.format,
             recipe=run.recipe,
             dtype=DTYPES[options.dtype or run.model.dtype],
-            source=run.model.folder if Path(run.model.folder).is_dir() else None,
+            source=checkpoint_folder(run.model) if run.model.path else None,
             tokenizer=run.tokenizer,
             source_model=run.model.path,
             data_hash=run.data.facts["sha256"],
@@ -226,7 +240,8 @@ def export_student(run: Run, student: PreTrainedModel) -> Path:
 
 def facts(run: Run) -> dict[str, Any]:
     """What the report says about the run: seed, commit, versions, data, tokens of every column."""
-    sequences = run.trainer.steps * run.trainer.accumulate * run.data.loader.batch_size
+    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    sequences = run.trainer.steps * run.trainer.accumulate * run.data.loader.batch_size * ranks
     extra = run.qat_steps / run.trainer.steps if run.method.start == "fp_ft" else 0.0
     return {
         "model": run.model.path,
@@ -236,8 +251,8 @@ def facts(run: Run) -> dict[str, Any]:
         "command": shlex.join(["python", *sys.argv]),
         "date": datetime.now().astimezone().isoformat(timespec="minutes"),
         "device": f"{platform.machine()}, {torch.get_num_threads()} threads"
-        if not torch.cuda.is_available()
-        else torch.cuda.get_device_name(),
+        if run.device.type == "cpu"
+        else f"{ranks} × {torch.cuda.get_device_name(run.device)}",
         "rotated": run.rotates,
         "data": run.data.facts,
         "steps": {"fp_ft": run.trainer.steps, "qat": run.qat_steps, "qat_starts_from": run.method.start},

@@ -89,6 +89,36 @@ def test_main_job_with_wandb_then_resumed_under_the_same_id(tmp_path, tiny_folde
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
+    "overrides",
+    [
+        ["experiment=w4a4", "strategy=ddp", "trainer.devices=2", "trainer.accelerator=cpu", "trainer.threads=1"],
+        ["data=sft", "data.max_length=384", "method.rounding=gptq", "method.start=fp_ft", "method.teacher=base"],
+        ["quant=mixed", "method.delay_steps=1", "method.cache=true", "method.distill_weight=0.5"],
+    ],
+    ids=["rotated, two processes", "questions, from GPTQ's codes", "mixed, delayed and cached"],
+)
+def test_main_job_in_other_ways(tmp_path, tiny_folder, overrides):
+    folder = tmp_path / "run"
+    done = train(f"model.path={tiny_folder}", f"run_dir={folder}", *SHORT, *overrides)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (entry,) = json.loads((folder / "metrics.json").read_text())["schemes"].values()
+    assert all(entry["loss"][column] is not None for column in ("base", "fp_ft", "rtn", "gptq", "qat"))
+    assert done.stdout.count("verified") == 1 and "bit for bit" in done.stdout
+
+
+@pytest.mark.slow
+def test_pretraining_and_plain_fine_tuning(tmp_path):
+    made = tmp_path / "pretrain"
+    short = ["trainer.steps=3", "trainer.validate_every=2", "data.select_sequences=4"]
+    done = train("experiment=pretrain_tiny", f"run_dir={made}", *short, "trainer.devices=1", "strategy=auto")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads((made / "model" / "pretraining.json").read_text())["tokens"] == 3 * 8 * 256
+    done = train(f"model.path={made / 'model'}", f"run_dir={tmp_path / 'off'}", *SHORT, "quant=off")
+    assert done.returncode == 0 and "unquantised fine-tune only" in done.stdout, done.stderr[-3000:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
     ("overrides", "message"),
     [
         (["model.path=./no/such/folder"], "model.path ./no/such/folder: no such folder"),
