@@ -10,7 +10,7 @@ Elements that share a scale are the last dimension of `w.reshape(*scale.shape, -
 Shapes: w (O, I) or (E, O, I); scale, zero (.., O, G).
 """
 
-from functools import lru_cache
+import math
 from typing import Any
 
 import torch
@@ -23,7 +23,6 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-@lru_cache(maxsize=256)
 def scale_bounds(scheme: QuantScheme, dtype: torch.dtype) -> tuple[float, float]:
     """(floor, ceiling) of a scale, exact in scale_dtype: no division by zero, no overflow of w_hat in `dtype`.
 
@@ -32,10 +31,9 @@ def scale_bounds(scheme: QuantScheme, dtype: torch.dtype) -> tuple[float, float]
     info = torch.finfo(scheme.torch_scale_dtype)
     floor = 2.0**-24 if scheme.scale_dtype == "float16" else info.tiny
     formats = [dtype] if scheme.torch_serve_dtype is None else [dtype, scheme.torch_serve_dtype]
-    ceiling = min(torch.finfo(f).max for f in formats) / scheme.span
-    if ceiling < info.max:  # one step lower, so that rounding to scale_dtype cannot pass it
-        ceiling = torch.tensor(ceiling * (1 - info.eps), dtype=torch.float64).to(scheme.torch_scale_dtype).item()
-    return floor, min(ceiling, info.max)
+    mantissa, exponent = math.frexp(min(torch.finfo(f).max for f in formats) / scheme.span)
+    mantissa = math.floor(mantissa / info.eps * 2) * info.eps / 2  # down to a number that scale_dtype has
+    return floor, min(math.ldexp(mantissa, exponent), info.max)
 
 
 def round_scale(scale: Tensor, scheme: QuantScheme, dtype: torch.dtype) -> Tensor:

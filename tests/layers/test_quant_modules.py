@@ -87,3 +87,21 @@ def test_embedding_refuses_max_norm():
     embedding = nn.Embedding(10, 64, max_norm=1.0)
     with pytest.raises(ValueError, match=r"max_norm 1\.0"):
         QuantEmbedding.from_embedding(embedding, WeightQuantizer(W4, RangeMethod(), (10, 64)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", [RangeMethod(), RangeMethod(gradient="clipped"), RangeMethod(learned=True)])
+def test_compiles_into_one_graph(method):
+    """torch.compile without a break, and with the same bits (traced, not fused)."""
+    linear = nn.Linear(64, 32)
+    quantizer = WeightQuantizer(W4, method, linear.weight.shape)
+    quantizer.initialize(linear.weight)
+    layer = QuantLinear.from_linear(linear, quantizer, ActivationQuantizer(A8))
+    results = []
+    for run in (layer, torch.compile(layer, backend="aot_eager", fullgraph=True)):
+        layer.zero_grad()
+        y = run(torch.ones(3, 64))
+        y.sum().backward()
+        results.append((y.detach(), linear.weight.grad.clone()))
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)

@@ -18,6 +18,7 @@ from qdeepseek.quant import (
     quantize,
     scale_from_range,
 )
+from qdeepseek.quant.grid import scale_bounds
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SHAPES = ((6, 64), (3, 4, 64))
@@ -174,6 +175,17 @@ def test_hard_groups_stay_finite(bits, grid, granularity):
             assert (scale > 0).all() and scale.isfinite().all()
             assert torch.equal(dequantize(codes, scale, zero, scheme, dtype), w_hat)
             assert not w_hat[0].any(), "a group of zeros must stay zero"
+
+
+@battery
+def test_scale_bounds_are_exact_and_tight(bits, grid, granularity):
+    for scheme, dtype in itertools.product(schemes(bits, grid, granularity, serve=(None, "float16")), DTYPES):
+        floor, ceiling = scale_bounds(scheme, dtype)
+        both, stored = torch.tensor([floor, ceiling], dtype=torch.float64), torch.finfo(scheme.torch_scale_dtype)
+        assert torch.equal(both.to(scheme.torch_scale_dtype).double(), both)
+        largest = min(torch.finfo(f).max for f in (dtype, scheme.torch_serve_dtype or dtype))
+        assert 0 < floor < ceiling and ceiling * scheme.span <= largest
+        assert ceiling == stored.max or ceiling * scheme.span * (1 + 2 * stored.eps) > largest
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])

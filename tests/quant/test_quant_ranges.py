@@ -96,3 +96,10 @@ def test_range_dtype_and_zero_groups(kind, dtype):
     lo, hi = find_range(w, QuantScheme(), RangeMethod(kind=kind))
     assert lo.dtype == hi.dtype == torch.float32 and lo.shape == (2, 4, 2)
     assert not lo[0, 0].any() and lo.isfinite().all() and hi.isfinite().all()
+
+
+def test_of_equal_errors_the_widest_range_wins():
+    """A group of zeros has no error at any ratio: nothing to gain from clipping it."""
+    scheme, method = QuantScheme(bits=2, granularity="per_channel", grid="narrow"), RangeMethod(kind="mse")
+    low, high = ranges.clip_ratio(torch.zeros(3, 64), scheme, method, (3, 1))
+    assert torch.equal(low, torch.ones(3, 1)) and torch.equal(high, torch.ones(3, 1))
