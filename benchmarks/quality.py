@@ -39,6 +39,15 @@ def make_run(overrides: list[str]) -> Any:
         return Run.from_config(OmegaConf.to_container(compose("train", overrides=overrides), resolve=True))  # type: ignore[arg-type]
 
 
+_data: dict[int, Any] = {}
+
+
+def share_data(run: Any) -> Any:
+    """The run with this process's tokenised corpus, which is the same for all tasks of a seed."""
+    run.__dict__["data"] = _data.setdefault(run.seed, _data.get(run.seed) or run.data)
+    return run
+
+
 def overrides_of(args: argparse.Namespace, seed: int, scheme: str, folder: Path) -> list[str]:
     return [f"seed={seed}", f"quant={scheme}", f"run_dir={folder}",
             f"optim@qat_optim={OPTIMIZERS.get(scheme, 'qat')}", "trainer.threads=1",
@@ -59,9 +68,13 @@ def fp_ft(args: argparse.Namespace, seed: int) -> dict[str, Any]:
     """The seed's unquantised run, and the rows of base and FP_ft, which every scheme shares."""
     from qdeepseek.train.qat import fine_tune
 
-    run = make_run(overrides_of(args, seed, "off", args.work / f"fp_{seed}"))
-    fine_tune(run)
-    return {"fp_ft": score(run, run.load("fp_ft")), "base": score(run, run.load("base"))}
+    file = args.work / "rows" / f"fp_{seed}.json"
+    if not file.exists():
+        run = share_data(make_run(overrides_of(args, seed, "off", args.work / f"fp_{seed}")))
+        fine_tune(run)
+        rows = {"fp_ft": score(run, run.load("fp_ft")), "base": score(run, run.load("base"))}
+        file.write_text(json.dumps(rows))
+    return json.loads(file.read_text())
 
 
 def score(run: Any, model: Any) -> dict[str, float]:
@@ -80,7 +93,7 @@ def task(args: argparse.Namespace, seed: int, scheme: str, method: str) -> list[
     from qdeepseek.train.provenance import git_commit
 
     torch.set_num_threads(1)
-    run = make_run(overrides_of(args, seed, scheme, own_folder(args, seed, scheme, method)))
+    run = share_data(make_run(overrides_of(args, seed, scheme, own_folder(args, seed, scheme, method))))
     rows = []
     for name, model, share, bits in methods.models(run, scheme, method):
         rows.append({"scheme": scheme, "method": name, "seed": seed, **score(run, model),
