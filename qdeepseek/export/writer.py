@@ -49,25 +49,23 @@ class ShardWriter:
         self.folder = folder
         self.max_shard_bytes = max_shard_bytes
         self.total_bytes = 0
-        self._pending: dict[str, Tensor] = {}
-        self._pending_bytes = 0
+        self._pending = safetensors_file.Buffer()
         self._shards: list[tuple[list[str], str]] = []  # (tensor names, sha256)
         self._names: set[str] = set()
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Takes a tensor; it must own its memory, since it is written when its shard is full."""
+        """Takes a copy of the tensor; it is on disk when its shard is full."""
         if name in self._names:
             raise ValueError(f"tensor {name} is written twice; two modules map to one checkpoint name")
-        if self._pending and self._pending_bytes + tensor.nbytes > self.max_shard_bytes:
+        if self._pending.nbytes and self._pending.nbytes + tensor.nbytes > self.max_shard_bytes:
             self._flush()
         self._names.add(name)
-        self._pending[name] = tensor
-        self._pending_bytes += tensor.nbytes
+        self._pending.add(name, tensor)
         self.total_bytes += tensor.nbytes
 
     def finish(self) -> dict[str, WrittenFile]:
         """Writes the last shard and the index, gives the shards their names, returns what was written."""
-        if self._pending or not self._shards:
+        if self._pending.names or not self._shards:
             self._flush()
         count = len(self._shards)
         files, weight_map = {}, {}
@@ -83,9 +81,9 @@ class ShardWriter:
 
     def _flush(self) -> None:
         path = self._part(len(self._shards) + 1)
-        digest = safetensors_file.write(path, self._pending, {"format": "pt"})
-        self._shards.append((list(self._pending), digest))
-        self._pending, self._pending_bytes = {}, 0
+        digest = self._pending.write(path, {"format": "pt"})
+        self._shards.append((self._pending.names, digest))
+        self._pending = safetensors_file.Buffer()
 
     def _part(self, number: int) -> Path:
         return self.folder / f"shard-{number:05}.part"

@@ -2,8 +2,10 @@
 
 import errno
 import json
+import mmap
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -62,6 +64,20 @@ def test_file_is_read_by_the_library_and_reads_the_librarys(tmp_path):
         assert tensor.dtype == expected.dtype and torch.equal(bits(tensor), bits(expected))
 
 
+def test_buffer_writes_the_same_file(tmp_path, monkeypatch):
+    """Also where tensors span chunks."""
+    content = tensors()
+    digest = safetensors_file.write(tmp_path / "a", content, {"format": "pt"})
+    for size in (mmap.PAGESIZE, 1, 7, 20):
+        monkeypatch.setattr(safetensors_file.Buffer, "CHUNK", size)
+        buffer = safetensors_file.Buffer()
+        for name, tensor in content.items():
+            buffer.add(name, tensor)
+        assert buffer.nbytes == sum(tensor.nbytes for tensor in content.values())
+        assert buffer.write(tmp_path / "b", {"format": "pt"}) == digest
+        assert (tmp_path / "b").read_bytes() == (tmp_path / "a").read_bytes()
+
+
 @pytest.mark.parametrize("damage", ["cut", "header", "empty"])
 def test_broken_file_is_named(tmp_path, damage):
     path = tmp_path / "model.safetensors"
@@ -114,6 +130,14 @@ def test_success_without_renameat2(tmp_path, monkeypatch):
     with atomic_folder(destination) as folder:
         (folder / MANIFEST).write_text("new")
     assert (destination / MANIFEST).read_text() == "new" and siblings(destination) == ["export"]
+
+
+def test_an_export_set_aside_by_a_killed_process_comes_back(tmp_path):
+    """Where folders cannot be exchanged, a kill between the two renames leaves the earlier export aside."""
+    earlier_export(tmp_path / f".export.aside-{socket.gethostname()}-1")
+    with pytest.raises(RuntimeError, match="bug"), atomic_folder(tmp_path / "export"):
+        raise RuntimeError("bug")
+    assert siblings(tmp_path / "export") == ["export"] and (tmp_path / "export" / "old").exists()
 
 
 @pytest.mark.parametrize("error", [RuntimeError("bug"), KeyboardInterrupt(), OSError(errno.EIO, "I/O error")])
