@@ -8,6 +8,7 @@ import torch
 from qdeepseek.ptq.gptq import gptq
 from qdeepseek.ptq.gptq_core import GPTQConfig, gptq_quantize
 from qdeepseek.ptq.rtn import round_to_nearest
+from qdeepseek.quant import RangeMethod, find_range, scale_from_range
 from qdeepseek.surgery import prepare, quantized_tensors
 
 
@@ -62,7 +63,7 @@ def test_every_layer_is_calibrated_on_its_inputs_in_the_quantised_model(small_mo
         xs = inputs[t.name]
         hessian = torch.stack([x.mT @ x / len(x) for x in xs])
         hessian = hessian if t.weight.dim() == 3 else hessian[0]
-        want = gptq_quantize(before[t.name], hessian, t.scheme, t.quantizer.method)[0]
+        want = gptq_quantize(before[t.name], hessian, t.scheme)[0]
         # experts' tokens are gathered in another order here, so a weight on the edge between two codes may differ
         assert (t.quantizer.quantize(t.weight)[0] == want).float().mean() > 0.995, t.name
 
@@ -72,13 +73,26 @@ def test_better_than_rounding_and_exactly_representable(small_model, load_recipe
     reference = logits(small_model, batches)
     rounded = copy.deepcopy(small_model)
     for model in (small_model, rounded):
-        prepare(model, load_recipe(name))
+        prepare(model, load_recipe(name, (("schemes", "main", "method", "kind"), "minmax")))
     round_to_nearest(rounded)
     report = gptq(small_model, batches)
     assert all(row.error < row.rtn_error for row in report.tensors)
     assert (logits(small_model, batches) - reference).norm() < (logits(rounded, batches) - reference).norm()
     for t in quantized_tensors(small_model):
         assert torch.equal(t.quantizer(t.weight), t.weight), t.name
+
+
+def test_ranges_are_those_asked_for(small_model, load_recipe, batches):
+    prepare(small_model, load_recipe("w4a16_g32"))
+    other = copy.deepcopy(small_model)
+    before = {t.name: t.weight.detach().clone() for t in quantized_tensors(other)}
+    gptq(small_model, batches)
+    gptq(other, batches, method=RangeMethod(kind="mse"))
+    for model, method in ((small_model, RangeMethod()), (other, RangeMethod(kind="mse"))):
+        for t in quantized_tensors(model):
+            w = before[t.name]
+            want = scale_from_range(*find_range(w, t.scheme, method), t.scheme, w.dtype)[0]
+            assert torch.equal(t.quantizer.scale, want), t.name
 
 
 def test_learned_scales_start_at_gptq_and_stay_trainable(small_model, load_recipe, batches):
