@@ -132,12 +132,15 @@ def print_peak(kind: str, variant: str) -> None:
     model, optimizer = make(kind, variant)
     for _ in range(3):
         step(model, optimizer, 2)
-    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before)
+    status = Path("/proc/self/status").read_text()  # not ru_maxrss: a child inherits its parent's
+    peak = int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1]) * 1024
+    print(peak - before)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--models", nargs="+", default=["dense", "moe"], choices=["dense", "moe"])
     parser.add_argument("--accumulate", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--out", type=Path, default=OUT)
     parser.add_argument("--peak-of", nargs=2, metavar=("KIND", "VARIANT"), help=argparse.SUPPRESS)
@@ -145,8 +148,11 @@ def main() -> None:
     if args.peak_of:
         print_peak(*args.peak_of)
         return
-    rows = []
-    for kind in ("dense", "moe"):
+    from qdeepseek.train.provenance import git_commit
+
+    command, commit = ("python -m benchmarks.cost " + " ".join(sys.argv[1:])).strip(), git_commit()
+    rows: list[dict[str, Any]] = []
+    for kind in args.models:
         weights = sum(p.numel() * 4 for p in build(kind).parameters())
         found = {a: times(kind, a, args.rounds if a == 1 else max(3, args.rounds // 2)) for a in args.accumulate}
         plain = peak_bytes(kind, "plain")
@@ -163,13 +169,8 @@ def main() -> None:
                 round(peak / plain, 3),
                 flush=True,
             )
-    from qdeepseek.train.provenance import git_commit
-
-    command = "python -m benchmarks.cost " + " ".join(sys.argv[1:])
-    facts = {"tokens_per_micro_batch": SEQUENCES * LENGTH, "threads": torch.get_num_threads(), "dtype": "float32"}
-    args.out.write_text(
-        json.dumps({"command": command.strip(), "commit": git_commit(), **facts, "rows": rows}, indent=1) + "\n"
-    )
+        facts = {"tokens_per_micro_batch": SEQUENCES * LENGTH, "threads": torch.get_num_threads(), "dtype": "float32"}
+        args.out.write_text(json.dumps({"command": command, "commit": commit, **facts, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

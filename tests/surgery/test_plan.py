@@ -3,6 +3,7 @@
 import copy
 import json
 import time
+from dataclasses import replace
 
 import pytest
 from surgery_models import REAL_MODELS, RECIPES, load_recipe, meta_model, recipe_config, tiny_moe
@@ -106,7 +107,8 @@ def test_kv_b_proj_and_head_change_with_one_override():
     config["rules"]["lm_head"]["scheme"] = config["rules"]["embedding"]["scheme"] = "int8"
     tensors = plan(meta_model("deepseek_v3"), Recipe.from_config(config)).tensors
     assert tensors["model.layers.0.self_attn.kv_b_proj.weight"] is None
-    assert tensors["lm_head.weight"].weight == tensors["model.embed_tokens.weight"].weight == INT8.weight
+    served = replace(INT8.weight, serve_dtype="bfloat16")  # as every recipe in conf/quant
+    assert tensors["lm_head.weight"].weight == tensors["model.embed_tokens.weight"].weight == served
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
