@@ -152,6 +152,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.run:
         metrics = json.loads((args.run / "metrics.json").read_text())
+        metrics["facts"]["command"] = args.command  # without the folder of this machine
         (RESULTS / "main_job.json").write_text(
             json.dumps({"command": args.command, "metrics": metrics}, indent=1) + "\n"
         )
