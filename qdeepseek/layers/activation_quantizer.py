@@ -1,8 +1,19 @@
-"""Dynamic fake-quant of a layer's input: every token finds its own scale; no state, straight-through gradient."""
+"""Dynamic fake-quant of a layer's input: every token finds its own scale; no state, straight-through gradient.
 
+Layers that read the same tensor (gate and up, the two low-rank projections of MLA) share one x_hat while training:
+it is computed once, and autograd keeps one copy of it instead of one a layer, as it does of x without quantisation.
+"""
+
+import weakref
+
+import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from qdeepseek.quant import QuantScheme, fake_quantize_activation
+
+# x -> {scheme: (version of x, weak reference to x_hat)}; an entry lives as long as x, x_hat as long as a graph needs it
+_shared: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 class ActivationQuantizer(nn.Module):
@@ -26,4 +37,14 @@ class ActivationQuantizer(nn.Module):
         return f"int{self.scheme.bits} {self.scheme.granularity} {sign} dynamic, enabled={self.enabled}"
 
     def forward(self, x: Tensor) -> Tensor:
-        return fake_quantize_activation(x, self.scheme) if self.enabled else x
+        if not self.enabled:
+            return x
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling() or x.is_inference():
+            return fake_quantize_activation(x, self.scheme)
+        known = _shared.setdefault(x, {})
+        version, reference = known.get(self.scheme, (None, None))
+        x_hat = reference() if reference is not None and version == x._version else None
+        if x_hat is None:
+            x_hat = fake_quantize_activation(x, self.scheme)
+            known[self.scheme] = (x._version, weakref.ref(x_hat))
+        return x_hat

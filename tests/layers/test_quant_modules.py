@@ -60,11 +60,6 @@ def test_input_quantizer_switch():
     assert torch.equal(layer(x), F.linear(x, layer.weight, layer.bias))
 
 
-def test_activation_quantizer_refuses_to_mix_tokens():
-    with pytest.raises(ValueError, match="per_tensor"):
-        ActivationQuantizer(QuantScheme(8, "per_tensor"))
-
-
 @pytest.mark.parametrize("padding_idx", [None, 2])
 def test_embedding_looks_up_the_quantised_table(padding_idx):
     embedding = nn.Embedding(10, 64, padding_idx=padding_idx)

@@ -37,10 +37,11 @@ def build(scheme, method_name, w, **kwargs):
 @pytest.mark.parametrize("grid_name", GRIDS)
 @pytest.mark.parametrize("granularity", ["per_tensor", "per_channel", "per_group"])
 def test_export_equals_forward(method, bits, grid_name, granularity):
-    for dtype, shape, (scale_dtype, serve) in itertools.product(
-        (torch.float32, torch.bfloat16, torch.float16), ((4, 64), (2, 4, 64)),
-        (("bfloat16", None), ("float16", "bfloat16"), ("float32", "float16")),
-    ):  # fmt: skip
+    variants = (
+        (torch.float32, "bfloat16", None), (torch.float32, "float16", "bfloat16"), (torch.bfloat16, "bfloat16", None),
+        (torch.float16, "float32", "float16"),
+    )  # fmt: skip
+    for (dtype, scale_dtype, serve), shape in itertools.product(variants, ((4, 64), (2, 4, 64))):
         scheme = QuantScheme(bits, granularity, 32, scale_dtype=scale_dtype, serve_dtype=serve, **GRIDS[grid_name])
         w = torch.randn(shape).to(dtype)
         quantizer = build(scheme, method, w, row_blocks=2)
@@ -224,6 +225,20 @@ def test_cache_follows_weight_scale_storage_and_loading(computed):
         assert torch.equal(dequantize(codes, scale, zero, quantizer.scheme, layer.weight.dtype), w_hat)
         quantizer(layer.weight)
         assert len(computed) == 1, "the second call must be cached"
+
+
+def test_another_parameter_at_the_same_address():
+    """Memory is reused: address and version alone do not identify a weight."""
+    quantizer = WeightQuantizer(QuantScheme(), RangeMethod(), (4, 64))
+    quantizer.cache = True
+    values = torch.randn(4, 64)
+    first = nn.Parameter(values)
+    quantizer(first)
+    values.data.mul_(3)
+    second = nn.Parameter(values)
+    assert (first.data_ptr(), first._version) == (second.data_ptr(), second._version)
+    codes, scale, zero = quantizer.quantize(second)
+    assert torch.equal(quantizer(second), dequantize(codes, scale, zero, quantizer.scheme))
 
 
 def test_parametrised_weight_is_never_cached():
