@@ -124,14 +124,19 @@ def cost(data: dict[str, Any]) -> str:
     """Step time and peak memory over a plain fine-tune step."""
     lines = []
     for row in data["rows"]:
-        ratios = [f"{t['median']:.2f} [{t['min']:.2f}, {t['max']:.2f}]" for t in row["time_ratio"].values()]
-        lines.append([row["model"], row["variant"], *ratios, f"{row['memory_ratio']:.2f}"])
+        ratios = [
+            f"{t['median']:.2f}" + (f" [{t['min']:.2f}, {t['max']:.2f}]" if "min" in t else "")
+            for t in row["time_ratio"].values()
+        ]
+        lines.append(
+            [row["model"], row["variant"], *ratios, f"{row['memory_ratio']:.2f}" if row["memory_ratio"] else "–"]
+        )
     accumulate = list(data["rows"][0]["time_ratio"])
     head = ["model", "variant", *(f"time ×, accumulation {a}" for a in accumulate), "peak memory ×"]
     note = (f"`{data['command']}`, commit `{data['commit']}`, fp32, {data['threads']} threads, "
             f"{data['tokens_per_micro_batch']} tokens a micro-batch; median [range] over "
             f"rounds, each paired with a plain step.")  # fmt: skip
-    return table(head, lines) + "\n\n" + note
+    return table(head, lines) + "\n\n" + note + (f" {data['note']}." if "note" in data else "")
 
 
 def filled(text: str) -> str:
