@@ -182,7 +182,8 @@ class WeightQuantizer(nn.Module):
 
     def _cacheable(self, w: Tensor) -> bool:
         """Parameters only: a parametrised weight (LoRA) is another tensor in each forward."""
-        return self.cache and isinstance(w, nn.Parameter) and not torch.is_inference_mode_enabled()
+        inference = torch.is_inference_mode_enabled() or w.is_inference()
+        return self.cache and isinstance(w, nn.Parameter) and not inference
 
     def _recall(self, w: Tensor) -> _Memo | None:
         memo = self._memo

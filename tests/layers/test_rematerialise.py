@@ -111,3 +111,14 @@ def test_disabled_quantiser_and_no_grad():
     for layer in model.layers:
         layer.weight_quantizer.enabled = False
     model(inputs()).sum().backward()
+
+
+def test_stays_out_of_the_way_of_other_hooks():
+    """Offloading and checkpointing must see every saved tensor, since inner hooks hide tensors from outer ones."""
+    counts = []
+    for recompute in (False, True):
+        seen = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, seen=seen: seen.append(t) or t, lambda t: t):
+            Linears(METHODS["minmax"], recompute)(inputs())
+        counts.append(len(seen))
+    assert counts[0] == counts[1] > 0
