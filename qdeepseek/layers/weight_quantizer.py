@@ -182,8 +182,9 @@ class WeightQuantizer(nn.Module):
 
     def _cacheable(self, w: Tensor) -> bool:
         """Parameters only: a parametrised weight (LoRA) is another tensor in each forward."""
-        inference = torch.is_inference_mode_enabled() or w.is_inference()
-        return self.cache and isinstance(w, nn.Parameter) and not inference
+        if not self.cache or torch.is_inference_mode_enabled() or w.is_inference():
+            return False
+        return isinstance(w, nn.Parameter)
 
     def _recall(self, w: Tensor) -> _Memo | None:
         memo = self._memo
