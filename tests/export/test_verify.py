@@ -85,6 +85,15 @@ def test_one_changed_code_is_found_by_the_model(exported):
     assert report.problems == (f"{MODULE}: codes of the export and of the model differ",)
 
 
+def test_a_reader_that_is_wrong_is_found_by_the_reference(exported, monkeypatch):
+    from qdeepseek.export import loader
+
+    _, folder = exported
+    right = loader.unpack
+    monkeypatch.setattr(loader, "unpack", lambda *a: right(*a).roll(1, 1))
+    assert f"{MODULE}: compressed-tensors decompresses it to other weights" in verify(folder).problems
+
+
 def test_files(exported):
     _, folder = exported
     (folder / "generation_config.json").unlink()

@@ -209,6 +209,7 @@ def run_child(mode: str, destination: Path) -> subprocess.Popen:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_file_size_limit_of_the_system(tmp_path):
     destination = earlier_export(tmp_path / "export")
     _, stderr = (child := run_child("limit", destination)).communicate(timeout=60)
@@ -216,6 +217,7 @@ def test_file_size_limit_of_the_system(tmp_path):
     assert (destination / "old").read_text() == "old" and siblings(destination) == ["export"]
 
 
+@pytest.mark.slow
 def test_sigkill_leaves_the_earlier_export_and_the_next_one_cleans_up(tmp_path):
     destination = earlier_export(tmp_path / "export")
     child = run_child("kill", destination)
