@@ -51,5 +51,7 @@ class QuantLinear(nn.Linear):
             input = self.input_quantizer(input)
         w = self.weight  # once: a parametrised weight is computed at every access
         w_hat = self.weight_quantizer(w)
+        if not self.weight_quantizer.recompute:
+            return F.linear(input, w_hat, self.bias)
         with rematerialise((self.weight_quantizer, w, w_hat)):
             return F.linear(input, w_hat, self.bias)

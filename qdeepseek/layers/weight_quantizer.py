@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from qdeepseek.quant import QuantScheme, RangeMethod, fake_quantize_weight, find_range, grid
+from qdeepseek.quant.fake_quantize import fake_quantize_served
 from qdeepseek.quant.ranges import clip_ratio
 
 MINMAX = RangeMethod()
@@ -39,7 +40,7 @@ register_optimizer_step_post_hook(_count_step)
 
 
 class _Memo(NamedTuple):
-    """One cached w_hat with the scale and zero point it was made with."""
+    """One cached w_hat, and the scale (the parameter itself if learned) and zero point it was made with."""
 
     weight: "weakref.ref[Tensor]"
     key: tuple[Any, ...]
@@ -140,20 +141,22 @@ class WeightQuantizer(nn.Module):
         if not self.enabled:
             return w
         memo = self._recall(w)
-        if memo is not None:
-            scale = self.scale if self.method.learned else memo.scale
-            return fake_quantize_weight(w, self.scheme, self.method, scale, memo.zero, cached=memo.w_hat)
-        scale, zero = self._scale_and_zero(w)
-        w_hat = fake_quantize_weight(w, self.scheme, self.method, scale, zero)
-        if self._cacheable(w):
-            self._memo = _Memo(weakref.ref(w), self.key(w), w_hat.detach(), scale.detach(), zero)
+        if memo is None:
+            (scale, zero), cached = self._scale_and_zero(w), None
+        else:
+            scale, zero, cached = memo.scale, memo.zero, memo.w_hat
+        fake_quantize = fake_quantize_weight if self.method.learned else fake_quantize_served
+        w_hat = fake_quantize(w, self.scheme, self.method, scale, zero, cached)
+        if memo is None and self._cacheable(w):
+            self._memo = _Memo(weakref.ref(w), self.key(w), w_hat.detach(), scale, zero)
         return w_hat
 
     @torch.no_grad()
     def quantize(self, w: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """(codes int8 like w, scale in scale_dtype (.., O, G), zero int8 or None): what the forward uses."""
         scale, zero = self._scale_and_zero(w)
-        scale = grid.round_scale(scale, self.scheme, w.dtype)
+        if self.method.learned:
+            scale = grid.round_scale(scale, self.scheme, w.dtype)
         return grid.quantize(w, scale, zero, self.scheme), scale.to(self.scheme.torch_scale_dtype), zero
 
     def clear_cache(self) -> None:
@@ -161,6 +164,7 @@ class WeightQuantizer(nn.Module):
         self._memo = None
 
     def _scale_and_zero(self, w: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The learned parameter, or the scale as served; and the zero point."""
         if self.scale is None:
             ratio = None
             if self.clip_ratio is not None:
@@ -173,7 +177,9 @@ class WeightQuantizer(nn.Module):
         if moved:  # a fixed scale that was loaded or set before the model went to its device
             self.scale = self.scale.to(w.device)
             self.zero = None if self.zero is None else self.zero.to(w.device)
-        return self.scale, self.zero
+        if self.method.learned:
+            return self.scale, self.zero
+        return grid.round_scale(self.scale, self.scheme, w.dtype), self.zero
 
     def key(self, w: Tensor) -> tuple[Any, ...]:
         """Equal as long as the forward of w gives the same w_hat."""

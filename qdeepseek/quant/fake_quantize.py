@@ -31,16 +31,28 @@ def fake_quantize_weight(
     zero: int8, shape of scale; needed with a given scale when the scheme is asymmetric.
     cached: a w_hat of this same w and scale, returned instead of being computed; gradients are unaffected.
     """
-    memo = [] if cached is None else [cached]
     if scale is None:
         with torch.no_grad():
             scale, zero = grid.scale_from_range(*find_range(w, scheme, method), scheme, w.dtype)
     elif method.learned:
+        memo = [] if cached is None else [cached]
         return FakeQuantizeLSQ.apply(w, scale, zero, scheme, method.gradient == "clipped", memo)
     else:
         scale = grid.round_scale(scale.detach(), scheme, w.dtype)
+    return fake_quantize_served(w, scheme, method, scale, zero, cached)
+
+
+def fake_quantize_served(
+    w: Tensor,
+    scheme: QuantScheme,
+    method: RangeMethod,
+    scale: Tensor,
+    zero: Tensor | None = None,
+    cached: Tensor | None = None,
+) -> Tensor:
+    """`fake_quantize_weight` for a scale that is not learned and comes from `scale_from_range` or `round_scale`."""
     function = FakeQuantizeClipped if method.gradient == "clipped" else FakeQuantizeSTE
-    return function.apply(w, scale, zero, scheme, memo)
+    return function.apply(w, scale, zero, scheme, [] if cached is None else [cached])
 
 
 class _FakeQuantizeActivation(torch.autograd.Function):

@@ -100,7 +100,9 @@ def dequantize(
     return _restore(levels, scale, scheme, codes.shape, dtype)
 
 
-@torch.no_grad()
 def fake_quantize(w: Tensor, scale: Tensor, zero: Tensor | None, scheme: QuantScheme) -> Tensor:
-    """dequantize(quantize(w)) in one pass; `scale` in the compute dtype, as `round_scale` returns it."""
+    """dequantize(quantize(w)) in one pass; `scale` in the compute dtype, as `round_scale` returns it.
+
+    For the forward of an autograd.Function and other places without gradients.
+    """
     return _restore(_levels(w, scale, zero, scheme), scale, scheme, w.shape, w.dtype)
