@@ -60,9 +60,11 @@ class _FakeQuantizeActivation(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, scheme: QuantScheme) -> Tensor:
         if not x.numel():
             return x.clone()
-        lo, hi = min_max(x.reshape(*scheme.scale_shape(x.shape), -1))
+        blocks = x if scheme.group_size is None else x.unflatten(-1, (-1, scheme.group_size))
+        lo, hi = min_max(blocks, keepdim=True)
         scale, zero = grid.scale_from_range(lo, hi, scheme, x.dtype)
-        return grid.fake_quantize(x, scale, zero, scheme)
+        levels = grid.to_levels(blocks, scale, zero, scheme)
+        return grid.from_levels(levels, scale, scheme, x.dtype).view(x.shape)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:

@@ -58,33 +58,39 @@ def scale_from_range(lo: Tensor, hi: Tensor, scheme: QuantScheme, dtype: torch.d
 
 
 def bounds(zero: Tensor | None, scheme: QuantScheme, dtype: torch.dtype) -> tuple[Any, Any]:
-    """(qmin - zero, qmax - zero), the range of codes - zero: numbers, or tensors (.., O, G, 1) with a zero point."""
+    """(qmin - zero, qmax - zero), the range of codes - zero: numbers, or tensors like zero."""
     if zero is None:
         return scheme.qmin, scheme.qmax
-    zero = zero.to(dtype).unsqueeze(-1)
+    zero = zero.to(dtype)
     return scheme.qmin - zero, scheme.qmax - zero
 
 
-def _levels(w: Tensor, scale: Tensor, zero: Tensor | None, scheme: QuantScheme) -> Tensor:
-    """codes - zero as floats, blocked (*scale.shape, n).  `scale` is in the compute dtype."""
-    levels = torch.div(w.reshape(*scale.shape, -1), scale.unsqueeze(-1)).round_()
-    return levels.clamp_(*bounds(zero, scheme, scale.dtype))
+def blocked(w: Tensor, scale: Tensor, zero: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """w as (*scale.shape, n); scale and zero with a last dimension of 1, so that they broadcast against it."""
+    return w.reshape(*scale.shape, -1), scale.unsqueeze(-1), None if zero is None else zero.unsqueeze(-1)
 
 
-def _restore(levels: Tensor, scale: Tensor, scheme: QuantScheme, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """levels * scale, consuming `levels`."""
-    w_hat = levels.mul_(scale.unsqueeze(-1))
-    if scheme.torch_serve_dtype is not None:
-        w_hat = w_hat.to(scheme.torch_serve_dtype)
-    return w_hat.to(dtype).view(shape)
+def to_levels(blocks: Tensor, scale: Tensor, zero: Tensor | None, scheme: QuantScheme) -> Tensor:
+    """codes - zero as new floats, like blocks; scale, in the compute dtype, and zero broadcast."""
+    return torch.div(blocks, scale).round_().clamp_(*bounds(zero, scheme, scale.dtype))
+
+
+def from_levels(levels: Tensor, scale: Tensor, scheme: QuantScheme, dtype: torch.dtype) -> Tensor:
+    """levels * scale, rounded to the serving dtype and to `dtype`; consumes levels."""
+    w_hat = levels.mul_(scale)
+    serve = scheme.torch_serve_dtype
+    if serve is not None and serve != dtype:
+        w_hat = w_hat.copy_(w_hat.to(serve))
+    return w_hat.to(dtype)
 
 
 @torch.no_grad()
 def quantize(w: Tensor, scale: Tensor, zero: Tensor | None, scheme: QuantScheme) -> Tensor:
     """Codes (int8, shape of w) of w on the grid of `scale` (taken as it is: `round_scale` it first)."""
-    codes = _levels(w, scale.to(compute_dtype(w.dtype)), zero, scheme)
+    blocks, scale, zero = blocked(w, scale.to(compute_dtype(w.dtype)), zero)
+    codes = to_levels(blocks, scale, zero, scheme)
     if zero is not None:
-        codes.add_(zero.unsqueeze(-1))
+        codes.add_(zero)
     return codes.to(torch.int8).view(w.shape)
 
 
@@ -93,11 +99,11 @@ def dequantize(
     codes: Tensor, scale: Tensor, zero: Tensor | None, scheme: QuantScheme, dtype: torch.dtype = torch.float32
 ) -> Tensor:
     """The weight (shape of codes, `dtype`) that codes, scale and zero stand for."""
-    scale = scale.to(compute_dtype(dtype))
-    levels = codes.reshape(*scale.shape, -1).to(scale.dtype, copy=True)
+    levels, scale, zero = blocked(codes, scale.to(compute_dtype(dtype)), zero)
+    levels = levels.to(scale.dtype, copy=True)
     if zero is not None:
-        levels.sub_(zero.unsqueeze(-1))
-    return _restore(levels, scale, scheme, codes.shape, dtype)
+        levels.sub_(zero)
+    return from_levels(levels, scale, scheme, dtype).view(codes.shape)
 
 
 def fake_quantize(w: Tensor, scale: Tensor, zero: Tensor | None, scheme: QuantScheme) -> Tensor:
@@ -105,4 +111,5 @@ def fake_quantize(w: Tensor, scale: Tensor, zero: Tensor | None, scheme: QuantSc
 
     For the forward of an autograd.Function and other places without gradients.
     """
-    return _restore(_levels(w, scale, zero, scheme), scale, scheme, w.shape, w.dtype)
+    blocks, scale, zero = blocked(w, scale, zero)
+    return from_levels(to_levels(blocks, scale, zero, scheme), scale, scheme, w.dtype).view(w.shape)

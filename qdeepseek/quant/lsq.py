@@ -16,7 +16,7 @@ from torch import Tensor
 
 from qdeepseek.quant import grid
 from qdeepseek.quant.scheme import QuantScheme
-from qdeepseek.quant.ste import inside_, steps
+from qdeepseek.quant.ste import steps
 
 
 class FakeQuantizeLSQ(torch.autograd.Function):
@@ -40,16 +40,16 @@ class FakeQuantizeLSQ(torch.autograd.Function):
         need_w, need_scale = ctx.needs_input_grad[:2]
         if not need_scale and not ctx.clipped:
             return grad, None, None, None, None, None
-        scale = grid.round_scale(raw_scale, scheme, w.dtype)
+        blocks, scale, zero = grid.blocked(w, grid.round_scale(raw_scale, scheme, w.dtype), zero)
         lo, hi = grid.bounds(zero, scheme, scale.dtype)
-        v = steps(w, scale, lo, hi)
-        levels = v.round()
-        inside = inside_(levels.clone(), lo, hi, scheme)
+        v = steps(blocks, scale, lo, hi)
+        rounded = v.round()
+        levels = rounded.clamp(lo, hi)
+        mask = rounded.eq_(levels)  # 1.0 where nothing was clamped, else 0.0
         grad_scale = grad_w = None
         if need_scale:
-            levels.clamp_(lo, hi).sub_(v.mul_(inside))
-            step = levels.mul_(grad.reshape(v.shape)).sum(-1)
+            step = levels.sub_(v.mul_(mask)).mul_(grad.reshape(v.shape)).sum(-1)
             grad_scale = step.mul_(1 / math.sqrt(v.shape[-1] * scheme.qmax)).to(raw_scale.dtype)
         if need_w:
-            grad_w = inside.view(w.shape).mul_(grad).to(w.dtype) if ctx.clipped else grad
+            grad_w = mask.view(w.shape).mul_(grad).to(w.dtype) if ctx.clipped else grad
         return grad_w, grad_scale, None, None, None, None

@@ -25,11 +25,11 @@ SLICE = 2**23  # elements per slice: sort and search need several temporaries of
 Pair = tuple[Tensor, Tensor]
 
 
-def min_max(blocks: Tensor) -> Pair:
+def min_max(blocks: Tensor, keepdim: bool = False) -> Pair:
     """(lo, hi) over the last dimension."""
     if blocks.is_cpu:  # torch's half-precision reductions are four times slower here than fp32 with the cast
         blocks = blocks.to(grid.compute_dtype(blocks.dtype))
-    return blocks.amin(-1), blocks.amax(-1)
+    return blocks.amin(-1, keepdim), blocks.amax(-1, keepdim)
 
 
 def _quantile(ascending: Tensor, q: float) -> Tensor:

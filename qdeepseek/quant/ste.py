@@ -15,14 +15,9 @@ from qdeepseek.quant import grid
 from qdeepseek.quant.scheme import QuantScheme
 
 
-def steps(w: Tensor, scale: Tensor, lo: Any, hi: Any) -> Tensor:
-    """v = w / s, blocked (*scale.shape, n), cut one step outside of the grid [lo, hi]: finite for any scale."""
-    return torch.div(w.reshape(*scale.shape, -1), scale.unsqueeze(-1)).clamp_(lo - 1, hi + 1)
-
-
-def inside_(rounded: Tensor, lo: Any, hi: Any, scheme: QuantScheme) -> Tensor:
-    """Overwrite round(v) with 1.0 where it lies in [lo, hi], else 0.0 (one buffer, and no slow bool mask)."""
-    return rounded.sub_((lo + hi) / 2).abs_().le_((scheme.qmax - scheme.qmin) / 2)
+def steps(blocks: Tensor, scale: Tensor, lo: Any, hi: Any) -> Tensor:
+    """w / s, cut one step outside of the grid [lo, hi]: finite for any scale, and still outside when rounded."""
+    return torch.div(blocks, scale).clamp_(lo - 1, hi + 1)
 
 
 class FakeQuantizeSTE(torch.autograd.Function):
@@ -53,6 +48,8 @@ class FakeQuantizeClipped(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         w, scale, zero = ctx.saved_tensors
+        blocks, scale, zero = grid.blocked(w, scale, zero)
         lo, hi = grid.bounds(zero, ctx.scheme, scale.dtype)
-        mask = inside_(steps(w, scale, lo, hi).round_(), lo, hi, ctx.scheme).view(w.shape)
+        rounded = steps(blocks, scale, lo, hi).round_()
+        mask = rounded.eq_(rounded.clamp(lo, hi)).view(w.shape)  # 1.0 or 0.0: multiplies faster than a bool
         return mask.mul_(grads[0]).to(w.dtype), None, None, None, None
