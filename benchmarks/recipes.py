@@ -11,23 +11,12 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import torch
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
-
+from benchmarks.quality import make_run
 from eval.heldout import document_batches
 from eval.token_metrics import token_metrics
 from qdeepseek.surgery import prepare
 from qdeepseek.train.provenance import git_commit
 from qdeepseek.train.qat import Run, fine_tune, quantise_aware
-
-CONF = Path(__file__).parent.parent / "conf"
-
-
-def make_run(overrides: list[str]) -> Run:
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        config: Any = OmegaConf.to_container(compose("train", overrides=overrides), resolve=True)
-    return Run.from_config(config)
 
 
 def score(run: Run, models: dict[str, Any]) -> dict[str, dict[str, float]]:
@@ -67,7 +56,6 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("outputs/recipes"))
     parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args()
-    torch.set_num_threads(torch.get_num_threads())
     rows = []
     for line in args.variant or [""]:
         for scheme in args.scheme:
