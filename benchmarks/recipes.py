@@ -7,6 +7,7 @@ FP_ft. Nothing here reads the report part.
 
 import argparse
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ def score(run: Run, models: dict[str, Any]) -> dict[str, dict[str, float]]:
 def variant(base: list[str], scheme: str, seed: int, line: str, folder: Path) -> dict[str, Any]:
     common = [*base, f"quant={scheme}", f"seed={seed}", *line.split()]
     shared_keys = [o for o in line.split() if o.startswith(("trainer.steps", "optim.", "method.qat_fraction"))]
-    shared = folder / f"fp_{seed}_{'_'.join(shared_keys).replace('/', '-') or 'default'}"
+    shared = folder / f"fp_{seed}_{re.sub('[^A-Za-z0-9.]+', '-', '_'.join(shared_keys)) or 'default'}"
     fine_tune(make_run([*base, f"seed={seed}", *shared_keys, f"run_dir={shared}"]))
     own = folder / "work"
     shutil.rmtree(own, ignore_errors=True)

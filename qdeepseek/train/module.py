@@ -4,8 +4,9 @@ loss = (1 − w)·CE + w·KL(teacher ‖ student), see losses.py. The teacher is
 in no parameter group, no checkpoint and no shard.
 """
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any, Protocol
 
 import lightning as L
 import torch
@@ -15,6 +16,20 @@ from transformers import PreTrainedModel
 from qdeepseek.train.config import OptimConfig
 from qdeepseek.train.losses import output_head, token_losses
 from qdeepseek.train.optim import build_optimizer
+
+
+class AuxiliaryLoss(Protocol):
+    """A term beside the main loss, made of what it sees in the model while the loss is computed.
+
+    `record()` is entered around the forward of every training step and of no other forward: not around validation,
+    and not around the recomputation of gradient checkpointing, which happens in the backward.
+    """
+
+    def record(self) -> AbstractContextManager[None]: ...
+
+    def loss(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """The weighted term of the forward just recorded, a scalar with gradient."""
+        ...
 
 
 class FineTune(L.LightningModule):
@@ -48,6 +63,7 @@ class FineTune(L.LightningModule):
         self.model = model.train()
         self.optim, self.steps = optim, steps
         self.distill_weight, self.max_logits, self.stage = distill_weight, max_logits, stage
+        self.auxiliary: dict[str, AuxiliaryLoss] = {}  # name -> term, added by callbacks before the first step
         self._teacher = (teacher,)  # a tuple, so that it is not registered as a submodule
 
     @property
@@ -95,8 +111,15 @@ class FineTune(L.LightningModule):
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         w = self.distill_weight
-        ce, kl = self.losses(batch, distill=w > 0)
+        with ExitStack() as recording:
+            for term in self.auxiliary.values():
+                recording.enter_context(term.record())
+            ce, kl = self.losses(batch, distill=w > 0)
         loss = ce if w == 0 else (1 - w) * ce + w * kl
+        for name, term in self.auxiliary.items():
+            extra = term.loss(batch)
+            self.log(f"{self.stage}/{name}", extra.detach())
+            loss = loss + extra
         self.log(f"{self.stage}/loss", ce.detach(), prog_bar=True)
         if w > 0:
             self.log(f"{self.stage}/kl", kl.detach(), prog_bar=True)

@@ -36,6 +36,7 @@ from qdeepseek.ptq.gptq import gptq
 from qdeepseek.surgery import Coverage, Recipe, plan, prepare
 from qdeepseek.surgery.families import is_mtp_parameter
 from qdeepseek.surgery.rotate import check_rotatable, rotate
+from qdeepseek.train import methods
 from qdeepseek.train.callbacks.balance import LossFreeBalance
 from qdeepseek.train.callbacks.branch import SaveBranch
 from qdeepseek.train.callbacks.fake_quant import FakeQuant
@@ -65,6 +66,7 @@ class Run:
     data_config: DataConfig
     logger: LoggerConfig
     export: ExportConfig
+    methods: dict[str, Any] = field(default_factory=dict)
     strategy: Any = "auto"
     callbacks: tuple[Callback, ...] = ()
     seconds: dict[str, float] = field(default_factory=dict)
@@ -76,12 +78,13 @@ class Run:
             recipe = Recipe.from_config(config["quant"])
         except ValueError as error:
             raise ConfigError(str(error)) from error
+        own, groups = methods.split(config["method"])
         return cls(
             config=dict(config),
             folder=Path(config["run_dir"]),
             seed=int(config["seed"]),
             model=build(ModelConfig, config["model"], "model"),
-            method=build(MethodConfig, config["method"], "method"),
+            method=build(MethodConfig, own, "method"),
             optim=build(OptimConfig, config["optim"], "optim"),
             qat_optim=build(OptimConfig, config["qat_optim"], "qat_optim"),
             trainer=build(TrainerConfig, config["trainer"], "trainer"),
@@ -89,6 +92,7 @@ class Run:
             data_config=DataConfig.parse(config["data"]),
             logger=build(LoggerConfig, config["logger"], "logger"),
             export=build(ExportConfig, config["export"], "export"),
+            methods=methods.build_methods(groups),
             strategy=strategy_name(config),
         )
 
@@ -213,11 +217,14 @@ def quantise_aware(run: Run, prepare_student: Callable[[PreTrainedModel], object
         L.seed_everything(run.seed, verbose=False)
         student = run.load(method.start)
         (prepare_student or partial(put_quantisers, run))(student)
+        methods.attach(run.methods, run, student)
         teacher = run.load(method.teacher) if method.distill_weight > 0 else None
         module = FineTune(student, run.qat_optim, run.qat_steps, teacher, method.distill_weight, stage="qat")
-        trainer = _trainer(run, "qat", run.qat_steps, [FakeQuant(method.delay_steps, method.cache, method.recompute)])
+        fake_quant = FakeQuant(method.delay_steps, method.cache, method.recompute)
+        trainer = _trainer(run, "qat", run.qat_steps, [fake_quant, *methods.callbacks(run.methods)])
         done = run.trainer.steps - run.qat_steps if method.start == "branch" else 0
         fit(trainer, module, run.data.module(done * run.trainer.accumulate), run.folder, "qat")
+        methods.finish(run.methods, run, student)
     return student.eval()
 
 

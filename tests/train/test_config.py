@@ -15,11 +15,14 @@ from qdeepseek.train.data import DataConfig
 from qdeepseek.train.loggers import LoggerConfig
 from qdeepseek.train.models import ModelConfig
 from qdeepseek.train.optim import lr_factor
+from qdeepseek.train.methods import GROUPS as METHODS
+from qdeepseek.train.methods import split
 from qdeepseek.train.qat import Run
 from qdeepseek.train.run import TrainerConfig
 
 CONF = Path(__file__).parents[2] / "conf"
 GROUPS = ["model", "data", "quant", "method", "optim", "trainer", "strategy", "logger", "export", "experiment"]
+GROUPS += [f"method/{group}" for group in METHODS]
 
 
 def composed(*overrides: str) -> dict:
@@ -41,6 +44,8 @@ def test_every_field_stands_in_its_config_file():
         "model": ModelConfig, "method": MethodConfig, "optim": OptimConfig, "qat_optim": OptimConfig,
         "trainer": TrainerConfig, "export": ExportConfig,
     }  # fmt: skip
+    config["method"], groups = split(config["method"])
+    assert not groups
     for group, owner in owners.items():
         assert set(config[group]) == {f.name for f in dataclasses.fields(owner)}, group
     assert set(composed("logger=wandb", "run_dir=x")["logger"]) == {f.name for f in dataclasses.fields(LoggerConfig)}

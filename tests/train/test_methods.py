@@ -1,0 +1,47 @@
+"""Groups of training methods: off is nothing, a wrong value is an error that names the group."""
+
+import pytest
+from lightning.pytorch.callbacks import Callback
+
+from qdeepseek.train import methods
+from qdeepseek.train.config import ConfigError
+from qdeepseek.train.qat import Run
+from tests.train.test_config import composed
+
+
+def test_every_group_is_off_by_default():
+    config = composed("run_dir=x")
+    assert {g: config["method"][g] for g in methods.GROUPS} == {g: {} for g in methods.GROUPS}
+    assert Run.from_config(config).methods == {}
+
+
+def test_a_group_without_a_class_is_refused():
+    with pytest.raises(ConfigError, match=r"method.guard .*chosen by name, as in method/guard=off"):
+        methods.build_methods({"guard": {"patience": 3}})
+
+
+def test_an_unknown_key_names_the_group():
+    with pytest.raises(ConfigError, match=r"method.guard.*nonsense"):
+        methods.build_methods(
+            {"guard": {"_target_": "qdeepseek.train.callbacks.balance.LossFreeBalance", "nonsense": 1}}
+        )
+
+
+def test_order_and_hooks():
+    calls = []
+
+    class Part:
+        def __init__(self, name):
+            self.name = name
+
+        def attach(self, run, student):
+            calls.append(("attach", self.name))
+
+        def finish(self, run, student):
+            calls.append(("finish", self.name))
+
+    parts = {"lora": Part("lora"), "guard": Part("guard"), "routing": Callback()}
+    methods.attach(parts, None, None)
+    methods.finish(parts, None, None)
+    assert calls == [("attach", "lora"), ("attach", "guard"), ("finish", "guard"), ("finish", "lora")]
+    assert methods.callbacks(parts) == [parts["routing"]]
