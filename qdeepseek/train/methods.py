@@ -57,6 +57,6 @@ def attach(methods: Mapping[str, Any], run: Any, student: Any) -> None:
 
 def finish(methods: Mapping[str, Any], run: Any, student: Any) -> None:
     """Let every method leave the student as it is exported, last attached first."""
-    for method in reversed(methods.values()):
+    for method in reversed(list(methods.values())):
         if hasattr(method, "finish"):
             method.finish(run, student)

@@ -13,10 +13,10 @@ from qdeepseek.train import artifacts
 from qdeepseek.train.config import ConfigError, ExportConfig, MethodConfig, OptimConfig, build
 from qdeepseek.train.data import DataConfig
 from qdeepseek.train.loggers import LoggerConfig
-from qdeepseek.train.models import ModelConfig
-from qdeepseek.train.optim import lr_factor
 from qdeepseek.train.methods import GROUPS as METHODS
 from qdeepseek.train.methods import split
+from qdeepseek.train.models import ModelConfig
+from qdeepseek.train.optim import lr_factor
 from qdeepseek.train.qat import Run
 from qdeepseek.train.run import TrainerConfig
 
