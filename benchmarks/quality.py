@@ -40,6 +40,7 @@ def make_run(overrides: list[str]) -> Any:
 
 
 _data: dict[int, Any] = {}
+_states: dict[int, Any] = {}  # the teacher's hidden states on the report part, by seed
 
 
 def share_data(run: Any) -> Any:
@@ -81,7 +82,8 @@ def score(run: Any, model: Any) -> dict[str, float]:
     from eval.compare import report_batches
     from eval.token_metrics import token_metrics
 
-    m = token_metrics({"x": model}, report_batches(run.data), teacher=run.load("fp_ft"))["x"]
+    remember = _states.setdefault(run.seed, [])
+    m = token_metrics({"x": model}, report_batches(run.data), teacher=run.load("fp_ft"), remember=remember)["x"]
     return {"loss": m.loss, "kl": m.kl or 0.0, "agreement": m.agreement or 0.0}
 
 

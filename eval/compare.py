@@ -1,6 +1,7 @@
 """The columns of the main job, one model in memory beside the teacher: base, FP_ft, RTN, GPTQ, QAT as exported.
 
-The QAT column is the folder read back, never the training weights.
+The teacher's hidden states are kept from column to column while they are small (REMEMBERED_BYTES). The QAT column is
+the folder read back, never the training weights.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,6 +29,7 @@ from qdeepseek.train.models import DTYPES
 from qdeepseek.train.qat import Run
 
 Batch = Mapping[str, Tensor]
+REMEMBERED_BYTES = 2**30
 
 
 def report_batches(data: BuiltData) -> list[Batch]:
@@ -95,12 +97,15 @@ def compare(run: Run, export: Path) -> Comparison:
     """Evaluate every column on the report part with FP_ft as the teacher."""
     batches = report_batches(run.data)
     teacher = run.load("fp_ft").to(run.device)  # type: ignore[arg-type]
-    result = Comparison(dict(token_metrics({"fp_ft": teacher}, batches, teacher=teacher)))
+    states = 4 * sum(batch["labels"].numel() for batch in batches) * teacher.config.hidden_size
+    remember: list[Tensor | None] | None = [] if states <= REMEMBERED_BYTES else None
+    with run.timed("evaluate"):
+        result = Comparison(dict(token_metrics({"fp_ft": teacher}, batches, teacher=teacher, remember=remember)))
     for name, make in columns(run, export).items():
         with run.timed(name if name in ("rtn", "gptq") else "evaluate"):
             model = make().to(run.device)  # type: ignore[arg-type]
         with run.timed("evaluate"):
-            result.metrics.update(token_metrics({name: model}, batches, teacher=teacher))
+            result.metrics.update(token_metrics({name: model}, batches, teacher=teacher, remember=remember))
             if name != "base":
                 reference = teacher if name != "qat" or not run.rotates else rotated_teacher(run)
                 result.weights[name] = weight_error(model, reference).to_dict()

@@ -122,9 +122,14 @@ def output_head(model: PreTrainedModel) -> nn.Module:
 
 
 def score_batch(
-    models: Mapping[str, PreTrainedModel], teacher: PreTrainedModel | None, batch: Mapping[str, Tensor], max_logits: int
-) -> dict[str, Tensor]:
-    """Scores (T, 4) of each model at the scored tokens, heads applied `max_logits` elements at a time."""
+    models: Mapping[str, PreTrainedModel],
+    teacher: PreTrainedModel | None,
+    batch: Mapping[str, Tensor],
+    max_logits: int,
+    known_TH: Tensor | None = None,
+) -> tuple[dict[str, Tensor], Tensor | None]:
+    """Scores (T, 4) of each model at the scored tokens, heads applied `max_logits` elements at a time; and the
+    teacher's hidden states (T, H) there, which are taken from `known_TH` where they are given."""
     labels_BL = batch["labels"][:, 1:]
     scored_BL = labels_BL != IGNORED
 
@@ -133,7 +138,8 @@ def score_batch(
         return hidden_BLH[:, :-1][scored_BL.to(hidden_BLH.device)]
 
     everyone = {id(m): m for m in [*models.values(), *([teacher] if teacher is not None else [])]}
-    hidden = {key: scored_hidden(model) for key, model in everyone.items()}
+    hidden = {} if teacher is None or known_TH is None else {id(teacher): known_TH}
+    hidden |= {key: scored_hidden(model) for key, model in everyone.items() if key not in hidden}
     heads = {key: output_head(model) for key, model in everyone.items()}
     labels_T = labels_BL[scored_BL]
     pieces: dict[str, list[Tensor]] = {name: [torch.zeros(0, 4, dtype=torch.float64)] for name in models}
@@ -148,7 +154,7 @@ def score_batch(
                 logits_TV = heads[id(model)](hidden[id(model)][part])
             reference = None if teacher_TV is None else teacher_TV.to(logits_TV.device)
             pieces[name].append(score(logits_TV, labels_T[part].to(logits_TV.device), reference).cpu())
-    return {name: torch.cat(parts) for name, parts in pieces.items()}
+    return {name: torch.cat(parts) for name, parts in pieces.items()}, hidden.get(id(teacher))
 
 
 def sum_by_unit(scores_TC: Tensor, units_T: Tensor) -> tuple[Tensor, Tensor]:
@@ -164,6 +170,7 @@ def token_metrics(
     *,
     teacher: PreTrainedModel | None = None,
     max_logits: int = 2**25,
+    remember: list[Tensor | None] | None = None,
 ) -> dict[str, TokenMetrics]:
     """Score several causal language models in one pass over `batches`.
 
@@ -173,6 +180,8 @@ def token_metrics(
             position_ids, attention_mask, and document_ids (B, L) int64.
         teacher: unquantised model of the same vocabulary, on any device.
         max_logits: elements of one chunk of logits.
+        remember: the teacher's hidden states of every batch, filled by the first call and read by the next ones,
+            which must get the same batches and teacher; 4·T·H bytes in all.
 
     Raises ValueError without a scored token, FloatingPointError where a model's loss is not finite.
     """
@@ -180,11 +189,15 @@ def token_metrics(
     units: list[Tensor] = []
     rows, unit = 0, "sequence"
     with inference([*models.values(), *([teacher] if teacher is not None else [])]):
-        for batch in batches:
+        for number, batch in enumerate(batches):
             scored_BL = batch["labels"][:, 1:] != IGNORED
             units_T = batch_units(batch, rows)[scored_BL]
             ids_U = units_T.unique()
-            for name, scores_TC in score_batch(models, teacher, batch, max_logits).items():
+            known_TH = remember[number] if remember is not None and number < len(remember) else None
+            found, teacher_TH = score_batch(models, teacher, batch, max_logits, known_TH)
+            if remember is not None and number == len(remember):
+                remember.append(teacher_TH)
+            for name, scores_TC in found.items():
                 counted_TC = torch.cat([torch.ones(len(units_T), 1, dtype=torch.float64), scores_TC], 1)
                 summed[name].append(sum_by_unit(counted_TC, units_T)[1])
             units.append(ids_U)

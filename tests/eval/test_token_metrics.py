@@ -160,3 +160,26 @@ def test_errors_name_cause_and_remedy(models):
         models[0].lm_head.weight[0, 0] = torch.nan
     with pytest.raises(FloatingPointError, match=r"'qat'.*1 of 1 sequences"):
         token_metrics({"qat": models[0]}, [{"input_ids": ids, "labels": ids}])
+
+
+def test_remembered_teacher_states_change_nothing(models, monkeypatch):
+    student, teacher = models
+    batches, remember = ragged_batches(), []
+    plain = token_metrics({"student": student, "teacher": teacher}, batches, teacher=teacher)
+    first = token_metrics({"teacher": teacher}, batches, teacher=teacher, remember=remember)["teacher"]
+    assert [len(h) for h in remember] == [int((b["labels"][:, 1:] != -100).sum()) for b in batches]
+    monkeypatch.setattr(type(teacher.base_model), "forward", only(student.base_model))
+    second = token_metrics({"student": student}, batches, teacher=teacher, remember=remember)["student"]
+    for found, expected in ((first, plain["teacher"]), (second, plain["student"])):
+        assert torch.equal(found.kl_U, expected.kl_U) and torch.equal(found.nll_U, expected.nll_U)
+
+
+def only(allowed):
+    """A forward that works for one module of the class and fails for every other."""
+    forward = type(allowed).forward
+
+    def guarded(self, *args, **kwargs):
+        assert self is allowed, "the teacher ran again"
+        return forward(self, *args, **kwargs)
+
+    return guarded
