@@ -82,9 +82,17 @@ def _linear(module: nn.Module, name: str) -> bool:
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, accumulate: int) -> None:
+    """One optimizer step as the training does it: under accumulation scales get their gradient at its end."""
+    from qdeepseek.surgery.prepare import quantized_tensors
+
+    tensors = list(quantized_tensors(model))
+    for tensor in tensors:
+        tensor.quantizer.defer = accumulate > 1
     for _ in range(accumulate):
         ids = torch.randint(0, 1024, (SEQUENCES, LENGTH))
         model(input_ids=ids, labels=ids).loss.backward()
+    for tensor in tensors:
+        tensor.quantizer.set_scale_grad(tensor.weight)
     optimizer.step()
     optimizer.zero_grad()
 

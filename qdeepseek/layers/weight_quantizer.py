@@ -13,6 +13,9 @@ recomputation of gradient checkpointing.  Unchanged means: same tensor, storage,
 of the scale, and no optimiser step in the process since.  The last is needed because fused optimisers
 (`AdamW(fused=True)`) and those that write through `.data` (ZeRO) do not move the version counter.  A write through
 `.data` outside of an optimiser step must be followed by `clear_cache()`.
+
+Deferred, a learned scale gets its gradient once an optimiser step instead of once a micro-batch: w and s stand still
+during an accumulation and the straight-through dL/dw is dL/dw_hat, so that dL/ds follows from the accumulated w.grad.
 """
 
 import weakref
@@ -25,6 +28,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from qdeepseek.quant import QuantScheme, RangeMethod, fake_quantize_weight, find_range, grid
 from qdeepseek.quant.fake_quantize import fake_quantize_served
+from qdeepseek.quant.lsq import scale_gradient
 from qdeepseek.quant.ranges import clip_ratio
 
 MINMAX = RangeMethod()
@@ -82,6 +86,7 @@ class WeightQuantizer(nn.Module):
         self.enabled = True
         self.cache = False  # keep w_hat from forward to forward
         self.recompute = False  # do not keep w_hat even from forward to backward, see `rematerialise`
+        self.defer = False  # the scale's gradient comes from `set_scale_grad`, not from the backward
         self._memo: _Memo | None = None
         searched = method.kind != "minmax" and not method.learned
         ratio = torch.ones(self.scale_shape, device=device) if searched else None
@@ -145,7 +150,10 @@ class WeightQuantizer(nn.Module):
             (scale, zero), cached = self._scale_and_zero(w), None
         else:
             scale, zero, cached = memo.scale, memo.zero, memo.w_hat
-        fake_quantize = fake_quantize_weight if self.method.learned else fake_quantize_served
+        if memo is None and self.defers(w):
+            scale = grid.round_scale(scale.detach(), self.scheme, w.dtype)
+        learned = self.method.learned and not self.defers(w)
+        fake_quantize = fake_quantize_weight if learned else fake_quantize_served
         w_hat = fake_quantize(w, self.scheme, self.method, scale, zero, cached)
         if memo is None and self._cacheable(w):
             self._memo = _Memo(weakref.ref(w), self.key(w), w_hat.detach(), scale, zero)
@@ -158,6 +166,20 @@ class WeightQuantizer(nn.Module):
         if self.method.learned:
             scale = grid.round_scale(scale, self.scheme, w.dtype)
         return grid.quantize(w, scale, zero, self.scheme), scale.to(self.scheme.torch_scale_dtype), zero
+
+    def defers(self, w: Tensor) -> bool:
+        """Whether the forward of w leaves the scale's gradient to `set_scale_grad`."""
+        if not self.defer or not self.method.learned or self.method.gradient != "ste":
+            return False
+        return isinstance(w, nn.Parameter) and w.requires_grad
+
+    @torch.no_grad()
+    def set_scale_grad(self, w: Tensor) -> None:
+        """Set the scale's gradient from w.grad, accumulated and reduced over ranks; call before clipping and step."""
+        if not self.enabled or w.grad is None or not self.defers(w):
+            return
+        assert self.scale is not None
+        self.scale.grad = scale_gradient(w, self.scale, self.zero, self.scheme, w.grad)[0]
 
     def clear_cache(self) -> None:
         """Forget the cached w_hat. Needed after a write through `weight.data` outside of an optimiser step."""
@@ -184,7 +206,8 @@ class WeightQuantizer(nn.Module):
     def key(self, w: Tensor) -> tuple[Any, ...]:
         """Equal as long as the forward of w gives the same w_hat."""
         own = [t for t in (self.scale, self.zero, self.clip_ratio, self.clip_ratio_low) if t is not None]
-        return (_optimizer_steps[0], w._version, w.data_ptr(), w.dtype, *((t._version, t.data_ptr()) for t in own))
+        kind = (w.dtype, self.defers(w))
+        return (_optimizer_steps[0], w._version, w.data_ptr(), *kind, *((t._version, t.data_ptr()) for t in own))
 
     def _cacheable(self, w: Tensor) -> bool:
         """Parameters only: a parametrised weight (LoRA) is another tensor in each forward."""

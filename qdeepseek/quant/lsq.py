@@ -19,6 +19,20 @@ from qdeepseek.quant.scheme import QuantScheme
 from qdeepseek.quant.ste import steps
 
 
+def scale_gradient(
+    w: Tensor, raw_scale: Tensor, zero: Tensor | None, scheme: QuantScheme, grad: Tensor
+) -> tuple[Tensor, Tensor]:
+    """dL/ds (.., O, G) and [r = c] as 0 or 1 (blocks of w), from w and dL/dw_hat `grad` (.., O, I)."""
+    blocks, scale, zero = grid.blocked(w, grid.round_scale(raw_scale, scheme, w.dtype), zero)
+    lo, hi = grid.bounds(zero, scheme, scale.dtype)
+    v = steps(blocks, scale, lo, hi)
+    rounded = v.round()
+    levels = rounded.clamp(lo, hi)
+    mask = rounded.eq_(levels)  # 1.0 where nothing was clamped, else 0.0
+    step = levels.sub_(v.mul_(mask)).mul_(grad.reshape(v.shape)).sum(-1)
+    return step.mul_(1 / math.sqrt(v.shape[-1] * scheme.qmax)).to(raw_scale.dtype), mask
+
+
 class FakeQuantizeLSQ(torch.autograd.Function):
     """(w, raw scale parameter, zero, scheme, clipped, [w_hat if cached]) -> w_hat."""
 
@@ -40,16 +54,8 @@ class FakeQuantizeLSQ(torch.autograd.Function):
         need_w, need_scale = ctx.needs_input_grad[:2]
         if not need_scale and not ctx.clipped:
             return grad, None, None, None, None, None
-        blocks, scale, zero = grid.blocked(w, grid.round_scale(raw_scale, scheme, w.dtype), zero)
-        lo, hi = grid.bounds(zero, scheme, scale.dtype)
-        v = steps(blocks, scale, lo, hi)
-        rounded = v.round()
-        levels = rounded.clamp(lo, hi)
-        mask = rounded.eq_(levels)  # 1.0 where nothing was clamped, else 0.0
-        grad_scale = grad_w = None
-        if need_scale:
-            step = levels.sub_(v.mul_(mask)).mul_(grad.reshape(v.shape)).sum(-1)
-            grad_scale = step.mul_(1 / math.sqrt(v.shape[-1] * scheme.qmax)).to(raw_scale.dtype)
+        grad_scale, mask = scale_gradient(w, raw_scale, zero, scheme, grad)
+        grad_w = None
         if need_w:
             grad_w = mask.view(w.shape).mul_(grad).to(w.dtype) if ctx.clipped else grad
-        return grad_w, grad_scale, None, None, None, None
+        return grad_w, grad_scale if need_scale else None, None, None, None, None

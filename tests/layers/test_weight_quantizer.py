@@ -289,3 +289,52 @@ def test_switching_the_cache_off_frees_it():
     layer.weight_quantizer.cache = False
     layer(torch.randn(2, 64))
     assert layer.weight_quantizer._memo is None
+
+
+@pytest.mark.parametrize("cache", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_deferred_scale_gradient_is_that_of_every_backward(cache, dtype):
+    torch.manual_seed(0)
+    shape, scheme = (3, 8, 64), QuantScheme(4, "per_group", 32, scale_dtype="float32")
+    w = nn.Parameter(torch.randn(shape, dtype=dtype) * 0.1)
+    inputs = torch.randn(5, 3, 64, dtype=dtype)
+    found = []
+    for defer in (False, True):
+        quantizer = WeightQuantizer(scheme, RangeMethod("mse", learned=True), shape)
+        quantizer.initialize(w)
+        quantizer.cache, quantizer.defer = cache, defer
+        w.grad = None
+        for x in inputs:
+            (torch.einsum("ei,eoi->eo", x, quantizer(w)).square().sum()).backward()
+            assert (quantizer.scale.grad is None) == defer
+        quantizer.set_scale_grad(w)
+        found.append((w.grad.clone(), quantizer.scale.grad.clone()))
+    (plain_w, plain_s), (deferred_w, deferred_s) = found
+    assert torch.equal(plain_w, deferred_w)
+    torch.testing.assert_close(deferred_s, plain_s, rtol=1e-5, atol=1e-7)
+
+
+def test_a_cached_weight_never_outlives_a_change_of_defer():
+    shape = (8, 64)
+    w = nn.Parameter(torch.randn(shape))
+    quantizer = WeightQuantizer(QuantScheme(4, "per_group", 32), RangeMethod("mse", learned=True), shape)
+    quantizer.initialize(w)
+    quantizer.cache = quantizer.defer = True
+    quantizer(w)
+    quantizer.defer = False
+    quantizer(w).sum().backward()
+    assert quantizer.scale.grad is not None
+    quantizer.scale.grad = None
+    quantizer.set_scale_grad(w)
+    assert quantizer.scale.grad is None, "a scale that is not deferred keeps the gradient of its backward"
+
+
+def test_what_cannot_be_deferred_is_not():
+    w = nn.Parameter(torch.randn(8, 64))
+    for method in (RangeMethod("mse", learned=True, gradient="clipped"), RangeMethod("mse")):
+        quantizer = WeightQuantizer(QuantScheme(4, "per_group", 32), method, (8, 64))
+        quantizer.defer = True
+        assert not quantizer.defers(w)
+    quantizer = WeightQuantizer(QuantScheme(4, "per_group", 32), RangeMethod("mse", learned=True), (8, 64))
+    quantizer.defer = True
+    assert quantizer.defers(w) and not quantizer.defers(w * 1.0) and not quantizer.defers(w.detach())

@@ -91,11 +91,18 @@ def test_main_job_with_wandb_then_resumed_under_the_same_id(tmp_path, tiny_folde
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["experiment=w4a4", "strategy=ddp", "trainer.devices=2", "trainer.accelerator=cpu", "trainer.threads=1"],
+        [
+            "experiment=w4a4",
+            "strategy=ddp",
+            "trainer.devices=2",
+            "trainer.accelerator=cpu",
+            "trainer.threads=1",
+            "trainer.accumulate=2",
+        ],
         ["data=sft", "data.max_length=384", "method.rounding=gptq", "method.start=fp_ft", "method.teacher=base"],
         ["quant=mixed", "method.delay_steps=1", "method.cache=true", "method.distill_weight=0.5"],
     ],
-    ids=["rotated, two processes", "questions, from GPTQ's codes", "mixed, delayed and cached"],
+    ids=["rotated, two processes, accumulating", "questions, from GPTQ's codes", "mixed, delayed and cached"],
 )
 def test_main_job_in_other_ways(tmp_path, tiny_folder, overrides):
     folder = tmp_path / "run"
