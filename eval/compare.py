@@ -117,6 +117,6 @@ def compare(run: Run, export: Path) -> Comparison:
 def retention(run: Run, comparison: Comparison, export: Path) -> Retention:
     """Derived numbers of the run's scheme: intervals, gap recovered, sizes."""
     return Retention(
-        run.recipe.name, comparison.metrics, size=folder_size(export), full_size=folder_size(run.folder / "fp_ft"),
+        run.recipe.name, comparison.metrics, size=folder_size(export), full_size=folder_size(run.unquantised / "fp_ft"),
         seed=run.seed,
     )  # fmt: skip

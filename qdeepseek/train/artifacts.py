@@ -48,8 +48,8 @@ def check_same(before: Mapping[str, Any], now: Mapping[str, Any], folder: Path) 
     ]
     if changed:
         raise ConfigError(
-            f"run_dir {folder} was begun with another configuration: {'; '.join(changed)}; give the same values to "
-            f"continue it, or another run_dir"
+            f"folder {folder} was begun with another configuration: {'; '.join(changed)}; give the same values to "
+            f"continue it, or another folder"
         )
 
 

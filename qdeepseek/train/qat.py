@@ -36,7 +36,7 @@ from qdeepseek.ptq.gptq import gptq
 from qdeepseek.surgery import Coverage, Recipe, plan, prepare
 from qdeepseek.surgery.families import is_mtp_parameter
 from qdeepseek.surgery.rotate import check_rotatable, rotate
-from qdeepseek.train import methods
+from qdeepseek.train import methods, unquantised
 from qdeepseek.train.callbacks.balance import LossFreeBalance
 from qdeepseek.train.callbacks.branch import SaveBranch
 from qdeepseek.train.callbacks.fake_quant import FakeQuant
@@ -115,6 +115,11 @@ class Run:
         return read_config(self.model)
 
     @property
+    def unquantised(self) -> Path:
+        """Where `branch` and `fp_ft` lie: the run's own folder, or one that several runs share."""
+        return unquantised.folder_of(self.config)
+
+    @property
     def device(self) -> torch.device:
         """Where this process searches scales, calibrates and evaluates; Lightning places what it trains itself."""
         if self.trainer.accelerator == "cpu" or not torch.cuda.is_available():
@@ -130,7 +135,9 @@ class Run:
         """`base`, or a folder that an earlier stage wrote: `branch`, `fp_ft`."""
         if which == "base":
             return load_model(self.model)
-        return load_model(replace(self.model, path=str((self.folder / which).absolute()), scratch=None, revision=None))
+        return load_model(
+            replace(self.model, path=str((self.unquantised / which).absolute()), scratch=None, revision=None)
+        )
 
     @property
     def rotates(self) -> bool:
@@ -171,30 +178,35 @@ def check(run: Run) -> Coverage:
     return coverage
 
 
-def _trainer(run: Run, stage: str, steps: int, callbacks: list[Callback]) -> L.Trainer:
+def _trainer(run: Run, stage: str, steps: int, callbacks: list[Callback], folder: Path) -> L.Trainer:
     return build_trainer(
-        replace(run.trainer, steps=steps), run.folder, stage, strategy=run.strategy,
+        replace(run.trainer, steps=steps), folder, stage, strategy=run.strategy,
         logger=loggers(run.folder, stage, run.wandb), callbacks=[*callbacks, *run.callbacks],
     )  # fmt: skip
 
 
 def fine_tune(run: Run) -> Path:
     """FP_ft: the unquantised model after N steps, and the branch point on the way. Returns its folder."""
-    done = run.folder / "fp_ft"
-    if (done / "config.json").exists():
-        rank_zero_info(f"fp_ft: complete, taken from {done}")
-        return done
+    with unquantised.claimed(run.config) as folder:
+        done = folder / "fp_ft"
+        if (done / "config.json").exists():
+            rank_zero_info(f"fp_ft: complete, taken from {done}")
+        else:
+            _fine_tune(run, folder, done)
+    return done
+
+
+def _fine_tune(run: Run, folder: Path, done: Path) -> None:
     with run.timed("fp_ft"):
         L.seed_everything(run.seed, verbose=False)
         model = run.load("base")
-        branch = SaveBranch(run.trainer.steps - run.qat_steps, run.folder / "branch", run.tokenizer)
+        branch = SaveBranch(run.trainer.steps - run.qat_steps, folder / "branch", run.tokenizer)
         balance = [LossFreeBalance(run.method.balance_speed)] if run.method.balance_speed else []
         module = FineTune(model, run.optim, run.trainer.steps, stage="fp_ft")
-        trainer = _trainer(run, "fp_ft", run.trainer.steps, [*balance, branch])
-        fit(trainer, module, run.data.module(), run.folder, "fp_ft")
+        trainer = _trainer(run, "fp_ft", run.trainer.steps, [*balance, branch], folder)
+        fit(trainer, module, run.data.module(), folder, "fp_ft")
         save_model(model, run.tokenizer, done)
         trainer.strategy.barrier()
-    return done
 
 
 def put_quantisers(run: Run, student: PreTrainedModel) -> None:
@@ -221,7 +233,7 @@ def quantise_aware(run: Run, prepare_student: Callable[[PreTrainedModel], object
         teacher = run.load(method.teacher) if method.distill_weight > 0 else None
         module = FineTune(student, run.qat_optim, run.qat_steps, teacher, method.distill_weight, stage="qat")
         fake_quant = FakeQuant(method.delay_steps, method.cache, method.recompute)
-        trainer = _trainer(run, "qat", run.qat_steps, [fake_quant, *methods.callbacks(run.methods)])
+        trainer = _trainer(run, "qat", run.qat_steps, [fake_quant, *methods.callbacks(run.methods)], run.folder)
         done = run.trainer.steps - run.qat_steps if method.start == "branch" else 0
         fit(trainer, module, run.data.module(done * run.trainer.accumulate), run.folder, "qat")
         methods.finish(run.methods, run, student)
