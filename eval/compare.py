@@ -33,15 +33,13 @@ REMEMBERED_BYTES = 2**30
 
 
 def report_batches(data: BuiltData) -> list[Batch]:
-    """The report part: windows that know their document for running text, packed sequences for chats."""
+    """The part of the final numbers: windows that know their document for running text, packed sequences for chats."""
     size, limit = data.loader.batch_size, data.loader.report_sequences
-    if data.report_tokens is not None:
-        return list(
-            document_batches(
-                data.report_tokens, length=data.length, batch_size=size, boundary=data.boundary, limit=limit
-            )
-        )
-    return list(DataLoader(spread(data.report, limit), size, collate_fn=data.collate))
+    select = data.loader.evaluate == "select"
+    tokens = data.select_tokens if select else data.report_tokens
+    if tokens is not None:
+        return list(document_batches(tokens, length=data.length, batch_size=size, boundary=data.boundary, limit=limit))
+    return list(DataLoader(spread(data.select if select else data.report, limit), size, collate_fn=data.collate))
 
 
 def load_export(folder: Path, dtype: str, attention: str = "sdpa") -> PreTrainedModel:

@@ -26,15 +26,19 @@ class LoaderConfig:
     """Batching, the same for every kind of data.
 
     `batch_size` is a micro-batch on one rank. `select_sequences` and `report_sequences` bound the held-out
-    parts; the sequences are then spread evenly over them.
+    parts; the sequences are then spread evenly over them. `evaluate` is the part of the final numbers: report, or
+    select where they decide something (an ablation), since nothing may be chosen on the report part.
     """
 
     batch_size: int = 8
     workers: int = 0
     select_sequences: int | None = None
     report_sequences: int | None = None
+    evaluate: str = "report"
 
     def __post_init__(self) -> None:
+        if self.evaluate not in ("report", "select"):
+            raise ValueError(f"evaluate {self.evaluate!r} is unknown; use report or select")
         if self.batch_size < 1:
             raise ValueError(f"batch_size {self.batch_size} must be at least 1")
 

@@ -274,6 +274,7 @@ def facts(run: Run) -> dict[str, Any]:
         else f"{ranks} × {torch.cuda.get_device_name(run.device)}",
         "rotated": run.rotates,
         "data": run.data.facts,
+        "evaluated_on": run.data.loader.evaluate,
         "steps": {"fp_ft": run.trainer.steps, "qat": run.qat_steps, "qat_starts_from": run.method.start},
         "tokens": {
             "fp_ft": sequences * run.data.length,
