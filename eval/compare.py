@@ -1,7 +1,8 @@
 """The columns of the main job, one model in memory beside the teacher: base, FP_ft, RTN, GPTQ, QAT as exported.
 
 The teacher's hidden states are kept from column to column while they are small (REMEMBERED_BYTES). The QAT column is
-the folder read back, never the training weights.
+the folder read back, never the training weights. A run with a quantised KV cache (`method/kv_cache`) gives RTN and
+GPTQ the same cache.
 """
 
 from collections.abc import Callable, Mapping
@@ -64,15 +65,20 @@ class Comparison:
 def columns(run: Run, export: Path) -> dict[str, Callable[[], PreTrainedModel]]:
     """Column name -> how its model is made, in the order of the table."""
 
+    def quantise(model: PreTrainedModel) -> None:
+        prepare(model, run.recipe)
+        if "kv_cache" in run.methods:
+            run.methods["kv_cache"].attach(run, model)
+
     def rtn() -> PreTrainedModel:
         model = run.load("fp_ft")
-        prepare(model, run.recipe)
+        quantise(model)
         round_to_nearest(model)
         return model
 
     def gptq_of_fp_ft() -> PreTrainedModel:
         model = run.load("fp_ft").to(run.device)  # type: ignore[arg-type]
-        prepare(model, run.recipe)
+        quantise(model)
         gptq(model, run.data.calibration(run.method.gptq_sequences, run.device))
         return model
 

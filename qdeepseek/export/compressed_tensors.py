@@ -27,10 +27,12 @@ from qdeepseek.export.entries import Entry, entries_of, layout_of
 from qdeepseek.export.extras import Extras
 from qdeepseek.export.names import Layout
 from qdeepseek.export.packing import pack, pack_zero_point
+from qdeepseek.export.quantization_config import kv_cache_arguments
 from qdeepseek.export.sources import FolderSource, ModelSource, SchemeMismatch, Source
 from qdeepseek.export.writer import MANIFEST, ShardWriter, WrittenFile, atomic_folder, require_space, write_json
 from qdeepseek.quant import QuantScheme
 from qdeepseek.surgery import QuantizedTensor, Recipe, plan
+from qdeepseek.surgery.kv_cache import caches_latent, kv_cache_of
 
 DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 
@@ -76,6 +78,7 @@ def export(
     entries = entries_of(model)
     layout = layout_of(model, entries)
     _check(model, entries, recipe, dtype)
+    kv_cache, latent = kv_cache_of(model), caches_latent(model)
     reader: Source = ModelSource(model)
     if weights is not None:
         reader = FolderSource(model, layout, Path(weights), Path(quantizers) if quantizers else None)
@@ -90,7 +93,7 @@ def export(
         for name in extras.names:
             shards.add(name, extras.read(name))
         files = shards.finish()
-        config = _quantization_config(entries, extras, layout)
+        config = _quantization_config(entries, extras, layout, kv_cache_arguments(kv_cache, latent))
         config_files.write_config(model, folder, DTYPES[dtype], config)
         config_files.write_companions(model, folder, source, tokenizer)
         files |= _hash_others(folder, files)
@@ -104,6 +107,8 @@ def export(
             source_model=source_model or (source.name if source else None),
             data_hash=data_hash,
             copied=extras.names,
+            kv_cache=kv_cache,
+            latent=latent,
         )
         write_json(folder / MANIFEST, content)
     return ExportResult(destination, sum(file.bytes for file in files.values()), content)
@@ -181,7 +186,9 @@ def _check_recipe(model: nn.Module, recipe: Recipe, tensors: list[QuantizedTenso
             )
 
 
-def _quantization_config(entries: list[Entry], extras: Extras, layout: Layout) -> dict[str, Any]:
+def _quantization_config(
+    entries: list[Entry], extras: Extras, layout: Layout, kv_cache: dict[str, Any] | None
+) -> dict[str, Any]:
     quantized, kept, routers = {}, [], []
     for entry in entries:
         modules = entry.modules(layout)
@@ -194,7 +201,7 @@ def _quantization_config(entries: list[Entry], extras: Extras, layout: Layout) -
         kept.extend(names.to_checkpoint(alias, layout).removesuffix(".weight") for alias in entry.aliases)
     for module in extras.modules:
         (routers if module.endswith(".gate") else kept).append(module)
-    return quantization_config.build(quantized, kept, routers)
+    return quantization_config.build(quantized, kept, routers, kv_cache)
 
 
 def _coverage(model: nn.Module, entries: list[Entry], recipe: Recipe | None) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
     load(model, folder)            a plain transformers model gets the dequantised weights
     load_prepared(model, folder)   the same, then quantised again with the stored scales: codes come out unchanged,
-                                   and inputs are quantised as they were in training (W4A8, W4A4)
+                                   inputs and the KV cache are quantised as they were in training
 
 The caller builds the model from the folder's config without weights, in the dtype it wants to compute in. Tensors
 are read one at a time; experts go to their slice of the fused parameter. Unlike transformers' own loader this one
@@ -25,6 +25,7 @@ from qdeepseek.export.packing import unpack, unpack_zero_point
 from qdeepseek.export.quantization_config import ModuleFormat
 from qdeepseek.quant import QuantScheme, dequantize
 from qdeepseek.surgery import Recipe, Rule, TensorScheme, prepare, quantized_tensors
+from qdeepseek.surgery.kv_cache import attach_kv_cache
 
 
 @dataclass(frozen=True)
@@ -118,13 +119,15 @@ def load(model: nn.Module, folder: Path | str) -> nn.Module:
 
 
 def load_prepared(model: nn.Module, folder: Path | str, *, experts: str = "grouped_mm") -> nn.Module:
-    """`load`, then surgery with the stored schemes and scales: the forward of training, activations included.
+    """`load`, then surgery with the stored schemes and scales: the forward of training, with activations and KV cache.
 
     experts  matrix multiplication of the routed experts, as in surgery.prepare
     """
     load(model, folder)
     export = Export(folder)
     prepare(model, stored_recipe(export.manifest), initialize=False, experts=experts)
+    if export.manifest.kv_cache is not None:
+        attach_kv_cache(model, export.manifest.kv_cache)
     collected: dict[str, list[Packed]] = {}
     tensors = {tensor.name: tensor for tensor in quantized_tensors(model)}
     for packed in export.packed():

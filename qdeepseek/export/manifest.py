@@ -2,6 +2,7 @@
 
     schemes   id -> weight and input scheme            tensors  parameter -> id of its scheme, null if kept
     files     name -> SHA-256 and bytes, every file of the folder but this one
+    kv_cache  formats of the cache it was trained with, null for 16 bits; config.json can say few of them
     coverage, versions, commit, data_hash, source_model, recipe, dtype
 
 Parameters are the model's names (fused experts are one parameter), as in the coverage report and in the quantiser
@@ -21,6 +22,7 @@ from qdeepseek.export.names import LAYOUTS, Layout, layout_of
 from qdeepseek.export.quantization_config import ModuleFormat
 from qdeepseek.export.writer import MANIFEST, WrittenFile
 from qdeepseek.quant import QuantScheme
+from qdeepseek.quant.kv_cache import KVCacheScheme
 
 FORMAT_VERSION = 1
 PACKAGES = ("qdeepseek", "torch", "transformers", "compressed-tensors", "safetensors")
@@ -34,6 +36,7 @@ class Manifest:
     layout: Layout
     dtype: str
     files: Mapping[str, WrittenFile]
+    kv_cache: KVCacheScheme | None
     raw: Mapping[str, Any]
 
 
@@ -48,8 +51,13 @@ def build(
     source_model: str | None,
     data_hash: str | None,
     copied: list[str],
+    kv_cache: KVCacheScheme | None = None,
+    latent: bool = False,
 ) -> dict[str, Any]:
-    """The manifest as JSON. `copied` lists tensors of the source checkpoint that the model does not have."""
+    """The manifest as JSON. `copied` lists tensors of the source checkpoint that the model does not have.
+
+    kv_cache, latent  trained formats of the cache, and whether the model caches a latent (MLA)
+    """
     distinct = list(dict.fromkeys(f for f in formats.values() if f is not None))
     ids = {module_format: f"scheme_{number}" for number, module_format in enumerate(distinct)}
     return {
@@ -65,6 +73,7 @@ def build(
         "recipe": recipe,
         "schemes": {ids[f]: _scheme(f) for f in distinct},
         "tensors": {name: None if f is None else ids[f] for name, f in formats.items()},
+        "kv_cache": None if kv_cache is None else {**kv_cache.to_dict(), "latent": latent},
         "copied_from_source": copied,
         "files": {name: asdict(file) for name, file in sorted(files.items())},
     }
@@ -87,10 +96,17 @@ def read(folder: Path) -> Manifest:
             layout=layout_of(raw["model_type"], fused=raw["model_type"] in LAYOUTS),
             dtype=raw["dtype"],
             files={name: WrittenFile(**entry) for name, entry in raw["files"].items()},
+            kv_cache=_kv_cache(raw.get("kv_cache")),
             raw=raw,
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} cannot be read: {error!r}") from error
+
+
+def _kv_cache(entry: Mapping[str, Any] | None) -> KVCacheScheme | None:
+    if entry is None:
+        return None
+    return KVCacheScheme.from_dict({key: value for key, value in entry.items() if key != "latent"})
 
 
 def versions() -> dict[str, str]:

@@ -19,6 +19,7 @@ from importlib.metadata import version
 from typing import Any
 
 from qdeepseek.quant import QuantScheme
+from qdeepseek.quant.kv_cache import KVCacheScheme
 
 STRATEGIES = {"per_tensor": "tensor", "per_channel": "channel", "per_group": "group", "per_token": "token"}
 ROUTED = re.compile(r".*\.experts\.\d+\.\w+")
@@ -33,12 +34,18 @@ class ModuleFormat:
     is_linear: bool = True
 
 
-def build(quantized: Mapping[str, ModuleFormat], kept: Iterable[str], routers: Iterable[str] = ()) -> dict[str, Any]:
+def build(
+    quantized: Mapping[str, ModuleFormat],
+    kept: Iterable[str],
+    routers: Iterable[str] = (),
+    kv_cache: dict[str, Any] | None = None,
+) -> dict[str, Any]:
     """The mapping for config.json.
 
     quantized  checkpoint module name -> its format
     kept       module names with a 2-D weight that stays in 16 or 32 bits (router aside)
     routers    module names of routers
+    kv_cache   `kv_cache_arguments` of the trained cache
     """
     kept, routers = list(kept), list(routers)
     universe = [*quantized, *kept, *routers]
@@ -62,7 +69,7 @@ def build(quantized: Mapping[str, ModuleFormat], kept: Iterable[str], routers: I
         "version": version("compressed-tensors"),
         "config_groups": groups,
         "ignore": [*expressions(kept, universe), *_router_expressions(routers)],
-        "kv_cache_scheme": None,
+        "kv_cache_scheme": kv_cache,
         "global_compression_ratio": None,
     }
 
@@ -78,6 +85,28 @@ def arguments(scheme: QuantScheme | None, dynamic: bool) -> dict[str, Any] | Non
         "strategy": STRATEGIES[scheme.granularity],
         "group_size": scheme.group_size,
         "dynamic": dynamic,
+    }
+
+
+def kv_cache_arguments(scheme: KVCacheScheme | None, latent: bool) -> dict[str, Any] | None:
+    """`kv_cache_scheme` of a trained cache, None where the format cannot say it.
+
+    latent  the model has MLA, whose runtimes store latent and rope key in one tensor with one scale
+
+    The parser of compressed-tensors takes any type and a token or group strategy; the runtimes do not. vLLM knows 8-bit
+    float with strategy tensor or attn_head and static scales, 1 where the checkpoint has none, and refuses to load a
+    folder that says anything else; so does TensorRT-LLM; SGLang serves such a folder with a cache in 16 bits. Hence
+    only FP8 with scale 1 on all that is cached is written here, and every other scheme in the manifest alone.
+    """
+    if scheme is None or not scheme.cache.static or (latent and scheme.rope != scheme.cache):
+        return None
+    return {
+        "num_bits": 8,
+        "type": "float",
+        "symmetric": True,
+        "strategy": "tensor",
+        "group_size": None,
+        "dynamic": False,
     }
 
 

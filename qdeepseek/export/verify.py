@@ -27,6 +27,7 @@ from qdeepseek.export.packing import pack, packed_width
 from qdeepseek.export.quantization_config import ModuleFormat
 from qdeepseek.export.sources import ModelSource
 from qdeepseek.export.writer import MANIFEST
+from qdeepseek.surgery.kv_cache import kv_cache_of
 
 SHOWN = 20
 
@@ -128,6 +129,10 @@ def _name_problems(export: Export) -> Iterator[str]:
 def _config_problems(export: Export) -> Iterator[str]:
     config = json.loads((export.folder / "config.json").read_text()).get("quantization_config", {})
     groups, ignore = config.get("config_groups", {}), config.get("ignore", [])
+    latent = bool((export.manifest.raw.get("kv_cache") or {}).get("latent"))
+    kv_cache = quantization_config.kv_cache_arguments(export.manifest.kv_cache, latent)
+    if config.get("kv_cache_scheme") != kv_cache:
+        yield f"config.json has kv_cache_scheme {config.get('kv_cache_scheme')}, the manifest wants {kv_cache}"
     for module in export.modules:
         want = export.format_of(module)
         group = _group_of(module, groups, want.is_linear)
@@ -208,6 +213,8 @@ def _reference_problems(export: Export, packed: Packed) -> Iterator[str]:
 def _expected(export: Export, model: nn.Module) -> Iterator[str]:
     """Compares everything stored with what the prepared model would export now."""
     layout, reader = export.manifest.layout, ModelSource(model)
+    if kv_cache_of(model) != export.manifest.kv_cache:
+        yield f"the model's KV cache is {kv_cache_of(model)}, the manifest says {export.manifest.kv_cache}"
     dtype = next(t for t, name in DTYPES.items() if name == export.manifest.dtype)
     for entry in entries_of(model):
         if (entry.format is None) != (export.manifest.formats.get(entry.parameter) is None):

@@ -28,6 +28,7 @@ from qdeepseek.layers import (
 from qdeepseek.quant import QuantScheme
 from qdeepseek.surgery.coverage import Coverage
 from qdeepseek.surgery.families import is_fused_experts
+from qdeepseek.surgery.kv_cache import detach_kv_cache
 from qdeepseek.surgery.plan import Assignment, assign, coverage_of
 from qdeepseek.surgery.recipe import Recipe, TensorScheme
 
@@ -83,6 +84,7 @@ def prepare(model: nn.Module, recipe: Recipe, *, initialize: bool = True, expert
 
 def restore(model: nn.Module) -> None:
     """Puts stock modules back around the (trained) Parameters; a weight untied by the recipe stays untied."""
+    detach_kv_cache(model)
     for name, module in list(model.named_modules()):
         if isinstance(module, QuantLinear):
             model.set_submodule(name, module.to_linear())

@@ -1,9 +1,10 @@
 """The training methods of a run, one config group each: `method/compensation=cage`, `method/routing=entropy`, …
 
 A group that is off is empty. Every other names its class (`_target_`) and that class's arguments, strictly. A class
-is a Lightning callback where it acts during the fit; it may have `attach(run, student)`, called once quantisers are in
-place, and `finish(run, student)`, called when the fit is over. Each lives in one file of qdeepseek/train/callbacks
-(glue) above one file of pure arithmetic on a lower level.
+is a Lightning callback where it acts during the fit; it may have `check(run, model)`, called with the base before
+anything is trained, `attach(run, student)`, called once quantisers are in place, and `finish(run, student)`, called
+when the fit is over. Each lives in one file of qdeepseek/train/callbacks (glue) above one file of pure arithmetic on a
+lower level.
 """
 
 from collections.abc import Mapping
@@ -46,6 +47,13 @@ def build_methods(groups: Mapping[str, Any]) -> dict[str, Any]:
 def callbacks(methods: Mapping[str, Any]) -> list[Callback]:
     """Those methods that act during a fit."""
     return [method for method in methods.values() if isinstance(method, Callback)]
+
+
+def check(methods: Mapping[str, Any], run: Any, model: Any) -> None:
+    """Let every method refuse the model before anything is trained."""
+    for method in methods.values():
+        if hasattr(method, "check"):
+            method.check(run, model)
 
 
 def attach(methods: Mapping[str, Any], run: Any, student: Any) -> None:

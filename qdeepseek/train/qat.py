@@ -164,6 +164,7 @@ def check(run: Run) -> Coverage:
     model = run.load("base")
     coverage = plan(model, run.recipe)
     layout_of(str(model.config.model_type), fused=coverage.expert_share is not None)
+    methods.check(run.methods, run, model)
     if run.rotates:
         check_rotatable(model)
     if run.rotates and run.model.path is not None:
@@ -273,6 +274,7 @@ def facts(run: Run) -> dict[str, Any]:
         if run.device.type == "cpu"
         else f"{ranks} × {torch.cuda.get_device_name(run.device)}",
         "rotated": run.rotates,
+        "kv_cache": run.methods["kv_cache"].scheme.label if "kv_cache" in run.methods else None,
         "data": run.data.facts,
         "evaluated_on": run.data.loader.evaluate,
         "steps": {"fp_ft": run.trainer.steps, "qat": run.qat_steps, "qat_starts_from": run.method.start},

@@ -16,6 +16,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelP
 from torch.nn.parallel import DistributedDataParallel
 
 from qdeepseek.layers import ActivationQuantizer, WeightQuantizer
+from qdeepseek.layers.kv_cache import CacheQuantizer
 from qdeepseek.surgery.prepare import QuantizedTensor, quantized_tensors
 
 
@@ -55,7 +56,7 @@ class FakeQuant(Callback):
         for module in pl_module.modules():
             if isinstance(module, WeightQuantizer):
                 module.enabled, module.cache, module.recompute = on, self.cache, self.recompute
-            elif isinstance(module, ActivationQuantizer):
+            elif isinstance(module, ActivationQuantizer | CacheQuantizer):
                 module.enabled = on
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -68,5 +69,5 @@ class FakeQuant(Callback):
         for module in pl_module.modules():
             if isinstance(module, WeightQuantizer):
                 module.enabled, module.cache, module.recompute, module.defer = True, False, False, False
-            elif isinstance(module, ActivationQuantizer):
+            elif isinstance(module, ActivationQuantizer | CacheQuantizer):
                 module.enabled = True
