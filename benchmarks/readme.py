@@ -13,9 +13,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from eval.ablation import HEAD, table_rows
+
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs" / "results"
-PAGES = (ROOT / "README.md", ROOT / "docs" / "results.md")
+PAGES = (ROOT / "README.md", ROOT / "docs" / "results.md", ROOT / "docs" / "ablation.md")
 NAMES = {
     "base": "base",
     "fp_ft": "FP_ft",
@@ -139,9 +141,18 @@ def cost(data: dict[str, Any]) -> str:
     return table(head, lines) + "\n\n" + note + (f" {data['note']}." if "note" in data else "")
 
 
+def ablation(data: dict[str, Any]) -> str:
+    """What each method adds to plain QAT, by scheme and variant."""
+    rows = data["rows"]
+    steps, part = sorted({r["steps"] for r in rows}), sorted({r["evaluated_on"] for r in rows})
+    note = (f"`{data['command']}`, commit `{data['commit']}`, {', '.join(map(str, steps))} steps of QAT, "
+            f"{' and '.join(part)} part, mean ± standard error over seeds; differences are within a seed.")  # fmt: skip
+    return table(HEAD, table_rows(rows)) + "\n\n" + note
+
+
 def filled(text: str) -> str:
     """The page with every table drawn anew; a table whose results do not exist stays as it is."""
-    for name, draw in (("main_job", main_job), ("quality", quality), ("cost", cost)):
+    for name, draw in (("main_job", main_job), ("quality", quality), ("cost", cost), ("ablation", ablation)):
         data = load(name)
         if data is not None:
             block = f"<!-- {name} -->\n{draw(data)}\n<!-- /{name} -->"

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from eval import page, words
+from eval import ablation, page, words
 from eval.curves import Curve, read_curves
 from eval.error_map import ErrorMap
 from eval.figures import Bar, bars, curves, heat_map, standalone
@@ -260,8 +260,14 @@ def write_report(run: Path) -> Path:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m eval.report", description="Draw reports of finished runs.")
     parser.add_argument("run", type=Path, nargs="+", help="folder of a run: it holds metrics.json")
-    for run in parser.parse_args(arguments).run:
+    parser.add_argument("--ablation", type=Path, metavar="JSON", help="also collect the runs of a sweep, one row each")
+    args = parser.parse_args(arguments)
+    for run in args.run:
         print(write_report(run))
+    if args.ablation:
+        command = "python train.py experiment=ablation; python -m eval.report … --ablation " + args.ablation.as_posix()
+        rows = ablation.write_rows(args.run, args.ablation, command)
+        print("\n".join(_table(ablation.HEAD, ablation.table_rows(rows))))
 
 
 if __name__ == "__main__":
