@@ -8,6 +8,7 @@ from qdeepseek.layers.experts import (
     has_expert_quantizers,
     naive_experts_forward,
     quant_experts_forward,
+    tap_experts,
 )
 from qdeepseek.layers.linear import QuantLinear
 from qdeepseek.layers.weight_quantizer import WeightQuantizer
@@ -15,4 +16,5 @@ from qdeepseek.layers.weight_quantizer import WeightQuantizer
 __all__ = [
     "ActivationQuantizer", "QuantEmbedding", "QuantLinear", "WeightQuantizer", "attach_expert_quantizers",
     "detach_expert_quantizers", "has_expert_quantizers", "naive_experts_forward", "quant_experts_forward",
+    "tap_experts",
 ]  # fmt: skip

@@ -182,8 +182,8 @@ def register_experts_implementations() -> None:
     from transformers.integrations import moe
 
     forwards = {
-        "qdeepseek_grouped_mm": quant_experts_forward(moe.grouped_mm_experts_forward),
-        "qdeepseek_batched_mm": quant_experts_forward(moe.batched_mm_experts_forward),
+        "qdeepseek_grouped_mm": quant_experts_forward(moe.grouped_mm_experts_forward, "expert"),
+        "qdeepseek_batched_mm": quant_experts_forward(moe.batched_mm_experts_forward, "token"),
         "qdeepseek_eager": naive_experts_forward,
     }
     for name, forward in forwards.items():
