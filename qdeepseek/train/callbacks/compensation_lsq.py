@@ -2,6 +2,7 @@
 
 Before the optimizer's step, and before the global norm is clipped: on the gradients of all micro-batches and, under
 DDP, averaged over ranks, so every rank does the same and nothing has to be remembered.
+FakeQuant, which under accumulation makes a scale's gradient at this same moment, stands before it in the callbacks.
 Logged a weight: compensation/<weight>/fired, the share of groups whose scale gradient was bounded, and .../factor.
 """
 
