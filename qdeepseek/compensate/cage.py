@@ -18,7 +18,7 @@ copy of w is kept. The pull never passes the grid point: lr * lambda_t is bounde
 lambda_t = 0 for the first `silence` of the run, then a line up to lambda at its end (`ramp`) or lambda at once.
 A no-op if lr * lambda_t = 0, if fake-quant is off (Q(w) = w), and if w is on its grid. Under a schedule that takes
 lr to 0 while lambda_t rises, the whole pull is  sum lr_t * lambda_t: with the paper's lambda 10 and silence 0.8,
-lr 2e-4, cosine, 300 steps it is 5e-4, so lambda has to be chosen by that sum (the error shrinks by exp(-sum)).
+lr 2e-4, cosine, 300 steps it is 1e-3, so lambda has to be chosen by that sum (the error shrinks by exp(-sum)).
 """
 
 import torch
