@@ -55,11 +55,23 @@ class TokenDataModule(L.LightningDataModule):
             "data_hash": self.data_hash,
         }  # fmt: skip
 
-    def train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
+    def _order(self, start: int = 0) -> ResumableBatches:
         rank, world = (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
-        order = ResumableBatches(len(self.train), self.batch_size, self.seed, rank, world, self.start)  # type: ignore[arg-type]
+        return ResumableBatches(len(self.train), self.batch_size, self.seed, rank, world, start)  # type: ignore[arg-type]
+
+    def batch(self, number: int) -> dict[str, Tensor]:
+        """This rank's training batch `number` of the order once more, on the host."""
+        return self.collate([self.train[item] for item in self._order().batch(number)])
+
+    @property
+    def consumed(self) -> int:
+        """Batches of the order that this rank has begun or finished; the current one is `batch(consumed - 1)`."""
+        assert self.trainer is not None
+        return self._first + self.trainer.fit_loop.epoch_loop.batch_progress.total.ready
+
+    def train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
         return DataLoader(
-            self.train, batch_sampler=order, collate_fn=self.collate, num_workers=self.workers,
+            self.train, batch_sampler=self._order(self.start), collate_fn=self.collate, num_workers=self.workers,
             persistent_workers=self.workers > 0,
         )  # fmt: skip
 
@@ -70,9 +82,7 @@ class TokenDataModule(L.LightningDataModule):
         return DataLoader(self.select, self.batch_size, collate_fn=self.collate, sampler=sampler)
 
     def state_dict(self) -> dict[str, Any]:
-        assert self.trainer is not None
-        consumed = self.trainer.fit_loop.epoch_loop.batch_progress.total.ready
-        return {"batches": self._first + consumed, "first": self._first, **self._shape()}
+        return {"batches": self.consumed, "first": self._first, **self._shape()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         now = self._shape()

@@ -64,6 +64,7 @@ class FineTune(L.LightningModule):
         self.optim, self.steps = optim, steps
         self.distill_weight, self.max_logits, self.stage = distill_weight, max_logits, stage
         self.auxiliary: dict[str, AuxiliaryLoss] = {}  # name -> term, added by callbacks before the first step
+        self.step_skipped: Tensor | None = None  # 1 on the device if the last step was skipped, 0 if not (guard)
         self._teacher = (teacher,)  # a tuple, so that it is not registered as a submodule
 
     @property
@@ -130,4 +131,5 @@ class FineTune(L.LightningModule):
         self.log(f"{self.stage}/select_loss", ce, prog_bar=True, sync_dist=True, batch_size=len(batch["labels"]))
 
     def configure_optimizers(self) -> Any:
-        return build_optimizer(self.model, self.optim, self.steps)
+        fused = self._trainer is None or self.trainer.precision != "16-mixed"  # Lightning clips no fused step there
+        return build_optimizer(self.model, self.optim, self.steps, fused)

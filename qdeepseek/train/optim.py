@@ -54,10 +54,10 @@ def lr_factor(config: OptimConfig, steps: int) -> Callable[[int], float]:
     return factor
 
 
-def build_optimizer(model: nn.Module, config: OptimConfig, steps: int) -> dict[str, Any]:
-    """Lightning's optimizer dictionary: fused AdamW and a per-step LambdaLR."""
+def build_optimizer(model: nn.Module, config: OptimConfig, steps: int, fused: bool = True) -> dict[str, Any]:
+    """Lightning's optimizer dictionary: AdamW and a per-step LambdaLR."""
     optimizer = torch.optim.AdamW(
-        parameter_groups(model, config), lr=config.lr, betas=config.betas, eps=1e-8, fused=True
+        parameter_groups(model, config), lr=config.lr, betas=config.betas, eps=1e-8, fused=fused
     )
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lr_factor(config, steps))
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}

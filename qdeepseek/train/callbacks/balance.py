@@ -56,7 +56,9 @@ class LossFreeBalance(Callback):
         self._step = trainer.global_step
         load_ME = trainer.strategy.reduce(self._load_ME, reduce_op="sum")
         assert isinstance(load_ME, Tensor)
-        for load_E, router in zip(load_ME, self.routers.values(), strict=True):
+        skipped = getattr(pl_module, "step_skipped", None)
+        counted_ME = load_ME if skipped is None else load_ME * (1 - skipped)  # no load, no move: sign(0 − 0) = 0
+        for load_E, router in zip(counted_ME, self.routers.values(), strict=True):
             update_bias_(router.e_score_correction_bias, load_E, self.speed)  # type: ignore[arg-type]
         if self._step % self.log_every == 0:
             pl_module.log("routing/load_entropy_bits", load_entropy(load_ME).mean())
