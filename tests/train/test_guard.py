@@ -208,7 +208,7 @@ def test_without_a_copy_it_stops_at_once(student, tmp_path):
         fit(student, Guard(patience=1, restore=False), steps=4, folder=tmp_path, data=data)
 
 
-def test_the_teacher_and_faults_that_do_not_come_back(student, tmp_path):
+def test_a_fault_that_does_not_come_back(student, tmp_path):
     guard, once = Guard(), [0]
 
     def passing(module, args, output):
@@ -246,30 +246,32 @@ def test_a_norm_that_overflows_is_skipped_under_the_scaler_too(student, tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("fail", "kill"), [([1], 2), ([1, 2], 2), ([1, 2], 3)])
+@pytest.mark.parametrize(("fail", "kill"), [([1], 2), ([1, 2], 3), ("weight", 2)])
 def test_resumed_at_any_point_of_it_is_bit_identical(tiny_model, tmp_path, fail, kill):
     """patience 2: one failed step, two that restore; killed before, between and after the late reading of a flag."""
     prepare(tiny_model, Recipe.from_config(composed("run_dir=x")["quant"]))
     start = {k: v.clone() for k, v in tiny_model.state_dict().items()}
-    data = data_module()
-    poison(tiny_model, EXPERTS, fail, data)
+    plant = [Plant(2, inf_weight)] if fail == "weight" else []
+    poison(tiny_model, EXPERTS, [] if plant else fail, data_module())
 
     def run(name, steps, resume=None):
         guard, probe = Guard(patience=2), Probe()
         save = ModelCheckpoint(tmp_path / name, "{step}", every_n_train_steps=1, save_top_k=-1)
         with pytest.warns(UserWarning):
-            fit(tiny_model, guard, probe, save, steps=steps, folder=tmp_path / name, data=data_module(), resume=resume)
-        return guard, probe.after[-1]
+            fit(tiny_model, guard, probe, *plant, save, steps=steps, folder=tmp_path / name, resume=resume)
+        return guard, probe.after
 
     whole, expected = run("whole", 6)
+    if len(fail) > 1:  # read at step 4, whose own gradient belongs to other weights and is dropped
+        assert all(torch.equal(a, b) for a, b in zip(expected[1], expected[4], strict=True))
     with torch.no_grad():
         for key, value in tiny_model.state_dict().items():
             value.copy_(start[key] * 0)  # all of it must come from the checkpoint
     resumed, found = run("resumed", 6, tmp_path / "whole" / f"step={kill}.ckpt")
-    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
-    assert resumed.events == whole.events and len(whole.events) == len(fail)
+    assert all(torch.equal(a, b) for a, b in zip(expected[-1], found[-1], strict=True))
+    assert resumed.events == whole.events and len(whole.events) == min(2, len(fail))
     assert (resumed.skipped, resumed.restored_at) == (whole.skipped, whole.restored_at)
-    assert (whole.restored_at is not None) == (len(fail) == 2)
+    assert (whole.restored_at is None) == (len(fail) == 1)
 
 
 def test_balance_stays_where_it_is_in_a_skipped_step(student, tmp_path):
@@ -308,12 +310,13 @@ def test_two_processes_skip_together_share_the_name_and_restore_from_one_copy(ti
         assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
     after = ranks[0]["after"]
     same = [all(torch.equal(x, y) for x, y in zip(a, b, strict=False)) for a, b in pairwise(after)]
-    assert same == [False, True, False, False, False, True, False, False]  # step 5 only by the planted inf
-    assert all(torch.equal(x, y) for x, y in zip(after[0], after[7], strict=False))  # restored from rank 0's copy
+    assert same == [False, True, False, True, False, False, True, False, False]  # step 6 moved by the planted inf
+    assert all(torch.equal(x, y) for x, y in zip(after[0], after[8], strict=False))  # restored from rank 0's copy
     events = ranks[1]["events"]
     assert events == ranks[0]["events"] == report(tmp_path)["events"]
     assert [(e["step"], e["module"], e["where"], e["rank"], e["action"]) for e in events] == [
-        (2, EXPERTS, "forward", 1, "skip"), (5, NORM, "weight", 0, "skip"), (6, NORM, "weight", 0, "restore"),
+        (2, EXPERTS, "forward", 1, "skip"), (4, None, None, None, "skip"),
+        (6, NORM, "weight", 0, "skip"), (7, NORM, "weight", 0, "restore"),
     ]  # fmt: skip
 
 
@@ -324,7 +327,7 @@ def test_one_fault_in_a_distilled_qat_stage(tiny_folder, tmp_path):
             if pl_module.stage == "qat":
                 super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
 
-    short = [*SHORT, "trainer.steps=8", "method/guard=default", "method.guard.patience=1", "trainer.accelerator=cpu"]
+    short = [*SHORT, "trainer.steps=8", "method.guard.patience=1", "trainer.accelerator=cpu"]
     run = qat.Run.from_config(composed(f"model.path={tiny_folder}", f"run_dir={tmp_path}", *short))
     run.callbacks = (InQat(2, inf_weight),)
     qat.fine_tune(run)
@@ -337,7 +340,7 @@ def test_one_fault_in_a_distilled_qat_stage(tiny_folder, tmp_path):
 @pytest.mark.slow
 def test_the_program_ends_with_one_readable_line(tiny_folder, tmp_path):
     folder = tmp_path / "run"
-    wild = ["trainer.steps=16", "method/guard=default", "method.guard.patience=1", "qat_optim.lr=1e30"]
+    wild = ["trainer.steps=16", "method.guard.patience=1", "qat_optim.lr=1e30"]
     done = train(f"model.path={tiny_folder}", f"run_dir={folder}", *SHORT, *wild)
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr[-3000:]
     last = done.stderr.strip().splitlines()[-1]

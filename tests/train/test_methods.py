@@ -9,10 +9,11 @@ from qdeepseek.train.qat import Run
 from tests.train.test_config import composed
 
 
-def test_every_group_is_off_by_default():
+def test_every_group_but_the_guard_is_off_by_default():
     config = composed("run_dir=x")
-    assert {g: config["method"][g] for g in methods.GROUPS} == {g: {} for g in methods.GROUPS}
-    assert Run.from_config(config).methods == {}
+    assert [g for g in methods.GROUPS if config["method"][g]] == ["guard"]
+    assert set(Run.from_config(config).methods) == {"guard"}
+    assert Run.from_config(composed("run_dir=x", "method/guard=off")).methods == {}
 
 
 def test_a_group_without_a_class_is_refused():

@@ -1,8 +1,7 @@
 """A step with a non-finite loss or gradient norm changes nothing, on no rank; its cause is named; it may not go on.
 
 Hot path, all on the device, without a sync:
-    loss_bad    any micro-batch's loss is not finite; such a loss also turns its own gradient into NaN, so that what
-                DDP all-reduces carries the fault to every rank
+    loss_bad    any micro-batch's loss is not finite (its gradient may well be)
     norm_bad    the norm of all gradients is not finite (before clipping, after accumulation and all-reduce)
     flags = max over ranks (loss_bad, norm_bad);  skip = max(flags)
 `skip` is AdamW's `found_inf` (torch's fused optimizers leave parameters, moments and step counters as they are), or
@@ -115,9 +114,7 @@ class Guard(Callback):
 
     def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor) -> None:
         assert self._loss_bad is not None
-        value = loss.detach()
-        self._loss_bad = torch.maximum(self._loss_bad, (~torch.isfinite(value)).float())
-        loss.register_hook(lambda grad: grad + 0 * value)
+        self._loss_bad = torch.maximum(self._loss_bad, (~torch.isfinite(loss.detach())).float())
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
         assert self._loss_bad is not None and self._flags is not None
