@@ -1,6 +1,10 @@
 """The routing callback in real fits: what is recorded, what moves, what is saved, and what is refused."""
 
 import copy
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import lightning as L
 import pytest
@@ -15,6 +19,7 @@ from qdeepseek.train.config import ConfigError, OptimConfig
 from qdeepseek.train.datamodule import TokenDataModule
 from qdeepseek.train.module import FineTune
 from qdeepseek.train.qat import Run
+from tests.train import routing_job
 from tests.train.test_callbacks import Rows, collate, fit
 from tests.train.test_config import composed
 
@@ -126,7 +131,7 @@ def test_teacher_is_compared_and_pulled_to(tiny_model):
     changed = [sum(c.facts()["intervals"][-1]["topk_changed"]) for c in (free, held)]
     assert 0 < changed[1] < changed[0]
     none, _ = run(tiny_model, steps=1)
-    assert none.facts()["intervals"][0]["topk_changed"] == [None, None] and none.facts()["load"]["teacher"] is None
+    assert none.facts()["intervals"][0]["topk_changed"] == [None, None] and set(none.facts()["load"]) == {"qat"}
 
 
 def test_bias_moves_by_its_speed_against_the_load_once_a_step(tiny_model):
@@ -296,3 +301,34 @@ def test_what_does_not_fit_the_model_is_refused(tiny_model):
         methods.attach(run.methods, run, tiny_model)
     with pytest.raises(ConfigError, match="the model has no router"):
         methods.attach(run.methods, run, tiny_model.model.layers[0])
+
+
+# ---- two processes
+
+
+@pytest.mark.slow
+def test_two_processes_compute_what_one_computes_on_the_union(tiny_model, tmp_path):
+    for router in find_routers(tiny_model).values():
+        torch.nn.init.normal_(router.weight, std=0.05)
+    tiny_model.save_pretrained(tmp_path / "model")
+    job = Path(__file__).with_name("routing_job.py")
+    env = {**os.environ, "PYTHONPATH": str(job.parents[2]), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(job), str(tmp_path / "model"), str(tmp_path)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    one, two = (torch.load(tmp_path / f"rank{r}.pt") for r in (0, 1))
+    union = routing_job.train(tmp_path / "model", 1, "global")
+    whole = {**one["global"], **two["global"]}
+    for rank in (one["global"], two["global"]):
+        assert all(torch.equal(a, b) for a, b in zip(rank["biases"], union["biases"], strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(rank["weights"], whole["weights"], strict=True))
+        torch.testing.assert_close(rank["weights"], union["weights"])
+        for name, expected in union["gradients"].items():
+            torch.testing.assert_close(rank["gradients"][name], expected, rtol=1e-4, atol=1e-7, msg=name)
+        (found,), (all_of_it,) = rank["facts"]["intervals"], union["facts"]["intervals"]
+        for key in all_of_it:
+            assert found[key] == pytest.approx(all_of_it[key], abs=1e-6), key
+        assert rank["facts"]["load"] == union["facts"]["load"]
+    assert 0 < union["facts"]["intervals"][0]["gradient_clipped"][0] < 1
+    gate = next(n for n in union["gradients"] if n.endswith("gate.weight"))
+    assert not torch.allclose(one["local"]["gradients"][gate], union["gradients"][gate], rtol=1e-3, atol=1e-7)

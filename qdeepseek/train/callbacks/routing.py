@@ -273,20 +273,23 @@ class Routing(Callback):
             for router in find_routers(student).values():
                 router.requires_grad_(True)
         if self._history:
-            write_routing(run.folder / "routing.json", self.facts())
+            write_routing(run.folder / "routing.json", self.facts(run.method.teacher))
 
-    def facts(self) -> dict[str, Any]:
-        """Statistics by interval and layer, and the loads of the last interval as shares; plain numbers."""
+    def facts(self, teacher: str = "teacher") -> dict[str, Any]:
+        """Statistics by interval and layer, and the loads of the last interval as shares; plain numbers.
+
+        teacher: what the unquantised model is called.
+        """
         own, other = statistics.loads(self._last)
         intervals = []
         for step, values in self._history:
             *columns, tokens = [[None if v != v else v for v in column] for column in values.T.tolist()]
             intervals.append({"step": step, "tokens": tokens[0], **dict(zip(statistics.NAMES, columns))})
-        teacher = shares(other) if bool(other.any()) else None
+        load = {"qat": shares(own), **({teacher: shares(other)} if bool(other.any()) else {})}
         return {
             "experts": self._experts, "top_k": self._top_k,
             "layers": self._layers, "intervals": intervals,
-            "load": {"qat": shares(own), "teacher": teacher},
+            "load": load,
         }  # fmt: skip
 
 
