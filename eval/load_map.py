@@ -1,7 +1,7 @@
 """How the tokens of a run were spread over its experts, from routing.json: layers down, experts across.
 
 A cell's colour is the expert's share of its layer's choices times the number of experts: 1 is even, 0 an expert
-without a token (ringed), E / K the most that one of E experts can get when each token chooses K.
+without a token (amber), E / K the most that one of E experts can get when each token chooses K.
 """
 
 import json
@@ -97,12 +97,15 @@ def _block(found: LoadMap, model: str, y0: float, cell: tuple[float, float], top
         if j % every == 0:
             body += text(LEFT - 10, y + h / 2 + 4.5, f"layer {layer}", "small", "end")
         for e, load in enumerate(loads):
-            inset = min(0.75, 0.08 * w, 0.08 * h)
+            fill = f'fill="var(--heat)" fill-opacity="{0.05 + 0.95 * load / top:.3f}"'
+            if w < 4:  # hundreds of experts: thousands of cells, so no more than a colour
+                fill = 'fill="var(--c-rtn)"' if load == 0 else fill
+                body += f'<rect x="{LEFT + e * w:.2f}" y="{y:.0f}" width="{w:.2f}" height="{h:.0f}" {fill}/>'
+                continue
             ring = ' stroke="var(--c-rtn)" stroke-width="1.5"' if load == 0 else ""
             body += (
-                f'<rect x="{LEFT + e * w + inset:.2f}" y="{y + inset:.2f}" width="{w - 2 * inset:.2f}" '
-                f'height="{h - 2 * inset:.2f}" rx="{min(2.0, w / 6):.1f}" fill="var(--heat)" '
-                f'fill-opacity="{0.05 + 0.95 * load / top:.3f}"{ring}><title>{escape(name_of(model))}, layer {layer}, '
+                f'<rect x="{LEFT + e * w + 0.75:.2f}" y="{y + 0.75:.2f}" width="{w - 1.5:.2f}" '
+                f'height="{h - 1.5:.2f}" rx="1" {fill}{ring}><title>{escape(name_of(model))}, layer {layer}, '
                 f"expert {e}: {load:.2f}</title></rect>"
             )
             if w >= 30 and h >= 20:
@@ -116,4 +119,4 @@ def _scale(x: float, y: float, top: float) -> str:
     for i in range(20):
         body += (f'<rect x="{x + i * 7:.1f}" y="{y:.1f}" width="7.2" height="12" fill="var(--heat)" '
                  f'fill-opacity="{0.05 + 0.95 * (i + 0.5) / 20:.3f}"/>')  # fmt: skip
-    return body + text(x + 148, y + 11, f"0 to {number(top, 2)}; ringed: no token", "small")
+    return body + text(x + 148, y + 11, f"0 to {number(top, 2)}; in amber: no token", "small")

@@ -186,5 +186,5 @@ def test_loads_of_experts_are_drawn_where_they_were_measured(tmp_path, layers, e
     for node in [*root.iterfind(".//{*}text"), *root.iterfind(".//{*}rect")]:
         x, y = (float(node.get(k, "0")) for k in ("x", "y"))
         assert 0 <= x <= width and 0 <= y <= height
-    rings = [r for r in root.iterfind(".//{*}rect") if r.get("stroke")]
-    assert len(rings) == (2 if teacher else 1) and "1 expert without a token" in html
+    amber = [r for r in root.iterfind(".//{*}rect") if "var(--c-rtn)" in (r.get("stroke"), r.get("fill"))]
+    assert len(amber) == (2 if teacher else 1) and "1 expert without a token" in html
