@@ -26,7 +26,7 @@ def log_p(layers=2, tokens=6, experts=4, seed=0):
 def naive(layers, real, weight, token_weight):
     """λ Σ_e p̄ log p̄ + μ mean_t H(p_t), one token and one expert at a time."""
     total = 0.0
-    for layer in layers:
+    for layer in (one.detach() for one in layers):
         tokens = [t for t in range(len(real)) if real[t]]
         for e in range(layer.shape[1]):
             mean = sum(math.exp(float(layer[t, e])) for t in tokens) / len(tokens)
