@@ -66,6 +66,18 @@ def test_gradient_checkpointing_changes_neither_gradients_nor_counts(tiny_model)
     assert not torch.equal(expected[0][0], untouched[0][0])
 
 
+def test_the_repeated_forward_of_gradient_checkpointing_is_not_recorded(tiny_model):
+    rows = []
+
+    class Counted(Routing):
+        def _limit_logits(self, row, logits_TE):
+            rows.append(row)
+
+    tiny_model.gradient_checkpointing_enable({"use_reentrant": False})
+    fit(FineTune(tiny_model, OptimConfig(lr=1e-3), 1), [Counted(**ON)], steps=1, accumulate=2)
+    assert rows == [0, 1] * 2
+
+
 def test_statistics_alone_leave_training_as_it_is(tiny_model):
     module = FineTune(copy.deepcopy(tiny_model), OptimConfig(lr=1e-3), 2)
     spy = Gradients()
