@@ -271,7 +271,7 @@ def test_resumed_fit_is_bit_identical(tiny_model, tmp_path):
 # ---- configuration
 
 
-@pytest.mark.parametrize("choice", ["entropy", "bias", "frozen", "kl"])
+@pytest.mark.parametrize("choice", ["entropy", "bias", "frozen", "kl", "observe"])
 def test_every_choice_composes(choice):
     run = Run.from_config(composed("run_dir=x", f"method/routing={choice}"))
     assert isinstance(run.methods["routing"], Routing)
