@@ -1,6 +1,6 @@
 """The report of a run, `python -m eval.report RUN_DIR…`: Markdown and one HTML page from the files of its folder.
 
-Reads metrics.json (eval/retention.py), and where they exist coverage.json, config.yaml and the loggers'
+Reads metrics.json (eval/retention.py), and where they exist coverage.json, config.yaml, routing.json and the loggers'
 metrics.csv; writes report/report.html, report/report.md and report/figures/*.svg. Nothing is computed here that
 is not in those files, so a report can be drawn again at any time.
 """
@@ -17,6 +17,7 @@ from eval import ablation, page, words
 from eval.curves import Curve, read_curves
 from eval.error_map import ErrorMap
 from eval.figures import Bar, bars, curves, heat_map, standalone
+from eval.load_map import LoadMap, load_map
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class Report:
     metrics: Mapping[str, Any]
     config: str = ""
     curves: Sequence[Curve] = field(default_factory=tuple)
+    routing: LoadMap | None = None
 
     @classmethod
     def from_folder(cls, run: Path) -> "Report":
@@ -49,7 +51,8 @@ class Report:
         if not metrics.get("coverage") and coverage.is_file():
             metrics["coverage"] = json.loads(coverage.read_text(encoding="utf-8"))
         text = config.read_text(encoding="utf-8") if config.is_file() else ""
-        return cls(metrics, text, read_curves(run, first_steps(metrics.get("facts", {}))))
+        found = read_curves(run, first_steps(metrics.get("facts", {})))
+        return cls(metrics, text, found, LoadMap.from_folder(run))
 
     @property
     def schemes(self) -> Mapping[str, words.Entry]:
@@ -113,8 +116,16 @@ def curve_figures(found: Sequence[Curve]) -> list[Figure]:
     return [Figure("curves", "Loss while training", caption, curves("Loss while training", drawn))]
 
 
+def routing_figures(found: LoadMap | None) -> list[Figure]:
+    """Load of every expert."""
+    if found is None:
+        return []
+    title = "Load of experts"
+    return [Figure("routing", title, found.caption, load_map(title, found))]
+
+
 def figures_of(report: Report) -> dict[str, list[Figure]]:
-    """Figures by section: each scheme's name, and `training`."""
+    """Figures by section: each scheme's name, `training`, `layers` and `routing`."""
     found = {name: retention_figures(name, entry) for name, entry in report.schemes.items()}
     found["training"] = curve_figures(report.curves)
     layers = report.metrics.get("layers", {})
@@ -123,6 +134,7 @@ def figures_of(report: Report) -> dict[str, list[Figure]]:
         replace(f, heading=f"{f.heading}, {name}") if several else f
         for name in report.schemes for f in layer_figures(name, layers.get(name, {}))
     ]  # fmt: skip
+    found["routing"] = routing_figures(report.routing)
     return found
 
 
@@ -180,8 +192,9 @@ def render_html(report: Report) -> str:
         heading = "What survives" if len(report.schemes) == 1 else f"What survives at {name}"
         shown = page.results(item, caption_of(item)) + (grid(figures[name]) if figures[name] else "")
         body.append(page.section(heading, "", shown))
-    if figures["training"] or figures["layers"]:
-        body.append(page.section("Inside the run", "", grid([*figures["training"], *figures["layers"]])))
+    inside = [*figures["training"], *figures["layers"], *figures["routing"]]
+    if inside:
+        body.append(page.section("Inside the run", "", grid(inside)))
     coverage = report.metrics.get("coverage") or {}
     if coverage.get("rows"):
         table = page.coverage_table(coverage["rows"])
@@ -212,7 +225,7 @@ def render_markdown(report: Report) -> str:
             [words.name_of(c), *(_markdown_cell(cell) for cell in cells)] for c, cells in words.table_rows(item)
         ])]  # fmt: skip
         lines += _images(figures[name])
-    for key, heading in (("training", "Training"), ("layers", "Layer errors")):
+    for key, heading in (("training", "Training"), ("layers", "Layer errors"), ("routing", "Routing")):
         if figures[key]:
             lines += [f"## {heading}", "", *_images(figures[key])]
     coverage = report.metrics.get("coverage") or {}

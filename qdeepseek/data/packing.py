@@ -13,7 +13,7 @@ Shapes: B sequences, L tokens.
 """
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -184,3 +184,20 @@ def collate_packed(items: Sequence[dict[str, Tensor]], with_mask: bool = True) -
     batch = {key: torch.stack([item[key] for item in items]) for key in items[0]}
     owner = batch.pop("document_ids")
     return {**batch, "attention_mask": block_causal_mask(owner)} if with_mask else batch
+
+
+def real_tokens(batch: Mapping[str, Tensor]) -> Tensor:
+    """Bool (B, L), False for padding, from a batch on any device without a sync.
+
+    A 2-D attention_mask says it. In packed rows padding is the last document (positions restart at 0 with each)
+    when it trains nothing: `fit_length` drops a document without a trained label. A row without either has none.
+    """
+    mask, positions = batch.get("attention_mask"), batch.get("position_ids")
+    if mask is not None and mask.ndim == 2:
+        return mask.bool()
+    if positions is None:
+        return torch.ones_like(batch["input_ids"], dtype=torch.bool)
+    at = torch.arange(positions.shape[1], device=positions.device)
+    last = at >= torch.where(positions == 0, at, 0).amax(1, keepdim=True)
+    trained = (last & (batch["labels"] != IGNORE)).any(1, keepdim=True)
+    return ~last | trained

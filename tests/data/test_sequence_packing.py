@@ -9,6 +9,7 @@ import torch
 
 from qdeepseek.data.chat import IGNORE, Encoded
 from qdeepseek.data.packing import (
+    PADDING,
     PackedDataset,
     additive_mask,
     block_causal_mask,
@@ -16,6 +17,7 @@ from qdeepseek.data.packing import (
     collate_packed,
     fit_length,
     pack,
+    real_tokens,
 )
 from qdeepseek.data.sources import DataError
 
@@ -194,3 +196,23 @@ def test_the_equality_can_fail(tiny_model):
     for implementation, mask in [("sdpa", causal), ("eager", batch["attention_mask"])]:
         out = attend(tiny_model, implementation)(**{**batch, "attention_mask": mask}, use_cache=False)
         assert (out.logits[row, second : second + len(reference)] - reference).abs().max() > 1e-3
+
+
+# ---- which positions hold a token
+
+
+def test_real_tokens_are_those_of_documents():
+    documents = [document(3, 1), document(4, 2, prompt=2), document(9, 3), document(5, 4)]
+    data = PackedDataset(documents, length=9, pad_token_id=0)  # a pad id that is a byte too
+    items = [data[i] for i in range(len(data))]
+    owner = torch.stack([item["document_ids"] for item in items])
+    batch = collate_packed(items)
+    assert torch.equal(real_tokens(batch), owner != PADDING) and bool((owner == PADDING).any())
+    assert torch.equal(real_tokens(collate_packed(items, with_mask=False)), owner != PADDING)
+
+
+def test_real_tokens_of_other_batches():
+    ids = torch.arange(6).view(2, 3)
+    assert real_tokens({"input_ids": ids, "labels": ids}).all()
+    mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
+    assert torch.equal(real_tokens({"input_ids": ids, "labels": ids, "attention_mask": mask}), mask.bool())

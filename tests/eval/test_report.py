@@ -104,7 +104,7 @@ def test_figures_are_valid_xml_for_deep_models_and_peers(tmp_path):
     for figure in found:
         root = ET.fromstring(standalone(figure.svg))
         width, height = map(float, root.get("viewBox").split()[2:])
-        for node in root.iter("{*}text"):
+        for node in root.iterfind(".//{*}text"):
             assert 0 <= float(node.get("x")) <= width and 0 <= float(node.get("y")) <= height
     assert "torchao_qat" in found[0].svg
 
@@ -162,3 +162,29 @@ def test_ticks_are_round_and_inside():
     assert ticks(1.1432, 1.1871, 5) == pytest.approx([1.15, 1.16, 1.17, 1.18])
     assert ticks(-0.002, 0.001) == pytest.approx([-0.002, -0.001, 0, 0.001])
     assert ticks(3, 3) == [3]
+
+
+def invented_routing(layers, experts, teacher="fp_ft"):
+    """routing.json of loads that fall off, one expert of the first layer without a token."""
+    raw = [[0.0 if (i, e) == (0, experts - 1) else 1 / (1 + e) for e in range(experts)] for i in range(layers)]
+    load = [[v / sum(row) for v in row] for row in raw]
+    interval = {"step": 150, "tokens": 1000, "topk_changed": [0.02 if teacher else None] * layers}
+    return {"experts": experts, "top_k": 2, "layers": list(range(1, layers + 1)), "intervals": [interval],
+            "load": {"qat": load, **({teacher: load} if teacher else {})}}  # fmt: skip
+
+
+@pytest.mark.parametrize(("layers", "experts", "teacher"), [(2, 8, "fp_ft"), (58, 256, None)])
+def test_loads_of_experts_are_drawn_where_they_were_measured(tmp_path, layers, experts, teacher):
+    run = invented_run(tmp_path / "run")
+    (run / "routing.json").write_text(json.dumps(invented_routing(layers, experts, teacher)))
+    html = write_report(run).read_text()
+    assert "Load of experts" in Page(html).text and html.count('class="fig"') == 6
+    assert ("2.0\u00a0% of tokens go to another set of experts than in FP_ft" in html) == (teacher is not None)
+    assert "figures/routing.svg" in (run / "report" / "report.md").read_text()
+    root = ET.fromstring((run / "report" / "figures" / "routing.svg").read_text())
+    width, height = map(float, root.get("viewBox").split()[2:])
+    for node in [*root.iterfind(".//{*}text"), *root.iterfind(".//{*}rect")]:
+        x, y = (float(node.get(k, "0")) for k in ("x", "y"))
+        assert 0 <= x <= width and 0 <= y <= height
+    amber = [r for r in root.iterfind(".//{*}rect") if "var(--c-rtn)" in (r.get("stroke"), r.get("fill"))]
+    assert len(amber) == (2 if teacher else 1) and "1 expert without a token" in html

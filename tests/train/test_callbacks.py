@@ -69,6 +69,29 @@ def test_routers_stay_in_fp32_when_training_in_bf16(tiny_model):
     assert moved.dtype == torch.float32 and bool((moved != 1).any()) and bool(((moved - 1).abs() <= 2**-9).all())
 
 
+def test_balance_resumed_moves_the_bias_once_a_step(tiny_model, tmp_path):
+    class Stop(L.Callback):
+        def on_train_batch_end(self, trainer, pl_module, *args):
+            if trainer.global_step == 2:
+                trainer.save_checkpoint(tmp_path / "middle.ckpt")
+                trainer.should_stop = True
+
+    def biases(*callbacks, resume=None):
+        model = copy.deepcopy(tiny_model)
+        module = FineTune(model, OptimConfig(lr=1e-4), 4)
+        trainer = L.Trainer(
+            max_steps=4, accumulate_grad_batches=2, callbacks=[LossFreeBalance(), *callbacks], accelerator="cpu",
+            devices=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+            enable_model_summary=False, limit_val_batches=0,
+        )  # fmt: skip
+        trainer.fit(module, TokenDataModule(Rows(), Rows(), 2, collate), ckpt_path=resume, weights_only=False)
+        return [layer.mlp.gate.e_score_correction_bias for layer in model.model.layers[1:]]
+
+    whole = biases()
+    biases(Stop())
+    assert all(torch.equal(a, b) for a, b in zip(whole, biases(resume=tmp_path / "middle.ckpt"), strict=True))
+
+
 def test_balance_without_a_router_is_an_error(tiny_model):
     for layer in tiny_model.model.layers[1:]:
         layer.mlp = tiny_model.model.layers[0].mlp

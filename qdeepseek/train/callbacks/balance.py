@@ -35,7 +35,9 @@ class LossFreeBalance(Callback):
         self._load_ME = torch.zeros(len(biases), len(biases[0]), device=pl_module.device)  # type: ignore[arg-type]
         for row, router in enumerate(self.routers.values()):
             router.register_forward_hook(self._hook(row))
-        self._step = trainer.global_step
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._step = trainer.global_step  # restored only after on_fit_start
 
     def _hook(self, row: int) -> Any:
         def count(module: nn.Module, args: Any, output: tuple[Tensor, Tensor, Tensor]) -> None:
