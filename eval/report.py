@@ -1,6 +1,6 @@
 """The report of a run, `python -m eval.report RUN_DIR…`: Markdown and one HTML page from the files of its folder.
 
-Reads metrics.json (eval/retention.py), and where they exist coverage.json, config.yaml and the loggers'
+Reads metrics.json (eval/retention.py), and where they exist coverage.json, config.yaml, events.jsonl and the loggers'
 metrics.csv; writes report/report.html, report/report.md and report/figures/*.svg. Nothing is computed here that
 is not in those files, so a report can be drawn again at any time.
 """
@@ -16,7 +16,8 @@ from typing import Any
 from eval import ablation, page, words
 from eval.curves import Curve, read_curves
 from eval.error_map import ErrorMap
-from eval.figures import Bar, bars, curves, heat_map, standalone
+from eval.figures import Bar, bars, curves, heat_map, level_map, standalone
+from eval.level_map import LevelMap, read_level_map
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class Report:
     metrics: Mapping[str, Any]
     config: str = ""
     curves: Sequence[Curve] = field(default_factory=tuple)
+    levels: LevelMap | None = None
 
     @classmethod
     def from_folder(cls, run: Path) -> "Report":
@@ -49,7 +51,9 @@ class Report:
         if not metrics.get("coverage") and coverage.is_file():
             metrics["coverage"] = json.loads(coverage.read_text(encoding="utf-8"))
         text = config.read_text(encoding="utf-8") if config.is_file() else ""
-        return cls(metrics, text, read_curves(run, first_steps(metrics.get("facts", {}))))
+        begun, steps = first_steps(metrics.get("facts", {})), metrics.get("facts", {}).get("steps", {})
+        levels = read_level_map(run, steps.get("qat"), begun.get("qat", 0))
+        return cls(metrics, text, read_curves(run, begun), levels)
 
     @property
     def schemes(self) -> Mapping[str, words.Entry]:
@@ -113,10 +117,18 @@ def curve_figures(found: Sequence[Curve]) -> list[Figure]:
     return [Figure("curves", "Loss while training", caption, curves("Loss while training", drawn))]
 
 
+def level_figures(found: LevelMap | None) -> list[Figure]:
+    """What the precision scheduler did."""
+    if found is None:
+        return []
+    title, caption = "Precision while training", "fusion groups that changed; steps across, darker is more bits"
+    return [Figure("precision", title, caption, level_map(title, found))]
+
+
 def figures_of(report: Report) -> dict[str, list[Figure]]:
     """Figures by section: each scheme's name, and `training`."""
     found = {name: retention_figures(name, entry) for name, entry in report.schemes.items()}
-    found["training"] = curve_figures(report.curves)
+    found["training"] = curve_figures(report.curves) + level_figures(report.levels)
     layers = report.metrics.get("layers", {})
     several = len(report.schemes) > 1
     found["layers"] = [

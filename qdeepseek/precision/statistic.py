@@ -1,6 +1,6 @@
 """Mean and variance of a group's gradient from sums that add up over tensors and ranks.
 
-    mean = Σg / n      var = Σg² / n − mean²      (float64; not below 0)
+mean = Σg / n      var = Σg² / n − mean²      (float64; not below 0)
 """
 
 import math

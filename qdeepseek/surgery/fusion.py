@@ -132,8 +132,8 @@ def _scheme_at(scheme: TensorScheme, level: Level) -> TensorScheme | None:
     weight = scheme_at(scheme.weight, level)
     if weight is None:
         return None
-    inputs = [None if s is None else scheme_at(s, level) for s in (scheme.input, scheme.down_input)]
-    return TensorScheme(weight, *inputs, method=RangeMethod(gradient=scheme.method.gradient))
+    first, down = (None if s is None else scheme_at(s, level) for s in (scheme.input, scheme.down_input))
+    return TensorScheme(weight, first, down, RangeMethod(gradient=scheme.method.gradient))
 
 
 def _implementation(experts: nn.Module) -> str:

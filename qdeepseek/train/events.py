@@ -28,16 +28,23 @@ class EventLog:
         """Write one event and return it; a number that is not finite is written as null."""
         entry = {"kind": self.kind, "n": self.count, **{k: _plain(v) for k, v in fields.items()}}
         self.count += 1
-        if rank_zero_only.rank == 0:
-            self.file.parent.mkdir(parents=True, exist_ok=True)
-            with self.file.open("a", encoding="utf-8") as stream:
-                stream.write(json.dumps(entry) + "\n")
+        self._write(json.dumps(entry))
         return entry
+
+    @rank_zero_only
+    def _write(self, line: str) -> None:
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        with self.file.open("a", encoding="utf-8") as stream:
+            stream.write(f"{line}\n")
 
     def rewind(self, count: int) -> None:
         """Forget what was written after the checkpoint with this count, and half a line that a kill left."""
         self.count = count
-        if rank_zero_only.rank != 0 or not self.file.is_file():
+        self._trim()
+
+    @rank_zero_only
+    def _trim(self) -> None:
+        if not self.file.is_file():
             return
         lines = self.file.read_text(encoding="utf-8").splitlines()
         kept = [line for line in lines if _valid(line) and not self._later(json.loads(line))]

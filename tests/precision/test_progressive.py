@@ -44,7 +44,9 @@ def test_from_int8_and_groups_whose_target_is_int8():
 
 
 def test_a_request_raises_until_the_end():
-    scheduler = ProgressiveScheduler(ProgressiveRule("int8", warmup=2, target_share=0.5), (2, 2, 2, 2), (1, 1, 1, 1), 20)
+    scheduler = ProgressiveScheduler(
+        ProgressiveRule("int8", warmup=2, target_share=0.5), (2, 2, 2, 2), (1, 1, 1, 1), 20
+    )
     changes = []
     for step in range(1, 20):
         changes += scheduler.observe(step, GRADS, lambda: COST)

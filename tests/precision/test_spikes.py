@@ -71,10 +71,10 @@ class Naive:
         for ratio, i in sorted(now, reverse=True):
             up = sum(self.rung(j) > 0 for j in range(len(self.tops)))
             allowed = self.rung(i) > 0 or up < max(1, int(self.rule.budget * len(self.tops)))
-            if ratio > self.rule.raise_at and self.rung(i) < self.tops[i] and allowed:
-                if self.since(i, step) > self.rule.settle:
-                    reason = "spike" if math.isfinite(ratio) else "non-finite"
-                    self.changes.append((step, i, self.rung(i), self.rung(i) + 1, reason))
+            allowed = allowed and self.rung(i) < self.tops[i] and self.since(i, step) > self.rule.settle
+            if ratio > self.rule.raise_at and allowed:
+                reason = "spike" if math.isfinite(ratio) else "non-finite"
+                self.changes.append((step, i, self.rung(i), self.rung(i) + 1, reason))
         return self.changes[before:]
 
 

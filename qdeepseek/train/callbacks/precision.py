@@ -241,5 +241,3 @@ class Precision(Callback):
         self._pending = None if pending is None else (torch.tensor(pending, dtype=torch.float64), None)
         self.events.rewind(state_dict["events"])
         self._set_levels()
-
-
