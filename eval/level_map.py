@@ -28,12 +28,12 @@ class LevelMap:
 def read_level_map(folder: Path, steps: int | None = None, first: int = 0) -> LevelMap | None:
     """The map of a run of `steps` QAT steps, the first of which is step `first` of the whole run; None without events.
 
-    steps: default up to the last decision.
+    steps: default up to the first step after the last decision.
     """
     events = read_events(folder, "precision")
     if not events:
         return None
-    last = first + max(steps or 0, max(event["step"] for event in events) + 1)
+    last = first + (steps or max(event["step"] for event in events) + 2)
     rows: dict[str, list[tuple[int, int, str]]] = {}
     for event in events:
         spans = rows.setdefault(event["group"], [(first, last, event["from"])])

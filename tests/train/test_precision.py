@@ -200,7 +200,8 @@ def make_run(folder, model, data, *overrides, callbacks=()):
         "data.batch_size=2", "data.too_long=split", "trainer.steps=24", "trainer.checkpoint_every=1",
         "trainer.accelerator=cpu", "trainer.validate_every=100", "trainer.accumulate=2", "method.start=base",
         "method.distill_weight=0", "qat_optim.warmup_steps=2", "method/precision=scheduler",
-        "method.precision.warmup=2", "method.precision.calm=1", "method.precision.log_every=1", "method.qat_fraction=0.5", *overrides,
+        "method.precision.warmup=2", "method.precision.calm=1", "method.precision.log_every=1",
+        "method.qat_fraction=0.5", *overrides,
     ))  # fmt: skip
     run.callbacks = tuple(callbacks)
     return run
