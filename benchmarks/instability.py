@@ -7,8 +7,9 @@ At a fixed step of QAT one of two things goes wrong, the same in both variants:
     garbage    a batch of uniformly random tokens, inputs and labels
     none       nothing: what the scheduler does when there is nothing to do
 
-After every step the loss on one fixed held-out batch is taken, with the precision that stands. With `before` its mean
-over the 10 steps before the fault and excess = loss − before:
+After every step the loss on one fixed held-out batch is taken twice: with the precision that stands (`curve`), which a
+raised group lowers by itself, and with every group at its target (`curve_target`, `target_…`), which is what would be
+served. With `before` the mean over the 10 steps before the fault and excess = loss − before:
 
     height     largest excess from the fault on
     duration   steps from the fault to the last one with excess > tolerance
@@ -31,6 +32,7 @@ import torch
 
 from benchmarks.quality import ROOT, make_run, share_data
 from qdeepseek.data.sources import DataError
+from qdeepseek.train.callbacks.precision import Precision
 from qdeepseek.train.events import read_events
 from qdeepseek.train.provenance import git_commit
 from qdeepseek.train.qat import Run, fine_tune, quantise_aware
@@ -63,10 +65,12 @@ class Fault(L.Callback):
 
 
 class Probe(L.Callback):
-    """Loss on one held-out batch after every optimizer step."""
+    """Loss on one held-out batch after every optimizer step, as precision stands and at the target."""
 
-    def __init__(self, batch: dict[str, torch.Tensor]):
-        self.batch, self.curve = batch, []  # type: ignore[var-annotated]
+    def __init__(self, batch: dict[str, torch.Tensor], precision: Precision | None):
+        self.batch, self.precision = batch, precision
+        self.curve: list[float] = []
+        self.curve_target: list[float] = []
 
     @torch.no_grad()
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
@@ -74,6 +78,11 @@ class Probe(L.Callback):
             moved = {name: tensor.to(pl_module.device) for name, tensor in self.batch.items()}
             pl_module.model.eval()
             self.curve.append(float(pl_module.losses(moved, distill=False)[0]))
+            if self.precision is None or not any(self.precision.scheduler.rungs):
+                self.curve_target.append(self.curve[-1])
+            else:
+                with self.precision.at_target():
+                    self.curve_target.append(float(pl_module.losses(moved, distill=False)[0]))
             pl_module.model.train()
 
 
@@ -112,14 +121,17 @@ def one(args: argparse.Namespace, seed: int, fault: str, variant: str) -> dict[s
     )]))  # fmt: skip
     at = args.at if args.at is not None else run.qat_steps // 2
     vocabulary = int(run.base_config.vocab_size)
-    probe = Probe(probe_batch(run, args.probe))
+    probe = Probe(probe_batch(run, args.probe), run.methods.get("precision"))
     run.callbacks = (Fault(fault, at, args.factor, args.burst, seed, vocabulary), probe)
     quantise_aware(run)
     events = read_events(folder, "precision")
+    served = measures(probe.curve_target, at, args.tolerance)
     row = {"fault": fault, "variant": variant, "seed": seed, "at": at, **measures(probe.curve, at, args.tolerance),
+           **{f"target_{name}": value for name, value in served.items()},
            "raised": sum(e["reason"] in ("spike", "non-finite") for e in events),
            "raised_before": sum(e["reason"] in ("spike", "non-finite") and e["step"] <= at for e in events),
-           "seconds": run.seconds["qat"], "curve": probe.curve}  # fmt: skip
+           "seconds": run.seconds["qat"], "curve": probe.curve,
+           "curve_target": probe.curve_target}  # fmt: skip
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(row))
     return row
@@ -148,7 +160,8 @@ def main(arguments: list[str] | None = None) -> None:
                 rows.append(one(args, seed, fault, variant))
                 r = rows[-1]
                 print(f"{fault:9} {variant:9} seed {seed}: height {r['height']:+.4f}, {r['duration']} steps, area "
-                      f"{r['area']:.3f}, final {r['final']:.4f}, raised {r['raised']}", flush=True)  # fmt: skip
+                      f"{r['area']:.3f}; at the target {r['target_height']:+.4f}, {r['target_duration']} steps, "
+                      f"{r['target_area']:.3f}; final {r['final']:.4f}, raised {r['raised']}", flush=True)  # fmt: skip
     command = "python -m benchmarks.instability " + " ".join(sys.argv[1:] if arguments is None else arguments)
     content = {"command": command.strip(), "commit": git_commit(), "rows": rows}
     args.out.parent.mkdir(parents=True, exist_ok=True)

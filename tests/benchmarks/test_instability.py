@@ -26,7 +26,7 @@ def test_a_short_run_writes_both_curves(tmp_path, tiny_folder, text_rows):
     found = json.loads(out.read_text())
     rows = {(r["fault"], r["variant"]): r for r in found["rows"]}
     assert found["command"].startswith("python -m benchmarks.instability --faults") and found["commit"]
-    assert len(rows) == 4 and all(len(r["curve"]) == 8 for r in rows.values())
+    assert len(rows) == 4 and all(len(r["curve"]) == len(r["curve_target"]) == 8 for r in rows.values())
     assert all(r["at"] == 4 and {"height", "duration", "area", "final"} <= set(r) for r in rows.values())
     curves = [rows[fault, "off"]["curve"] for fault in ("lr_burst", "garbage")]
     assert curves[0][:4] == curves[1][:4] and curves[0][4] != curves[1][4]

@@ -19,7 +19,8 @@ dict of the quantisers. With `finalize: keep` the map that stands at the end bec
 coverage, manifest and export are those of that recipe.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import lightning as L
@@ -174,14 +175,23 @@ class Precision(Callback):
     def _rounding(self) -> list[float]:
         """Σ (ŵ − w)² of every group at its target. Once a run, and the only wait for the device."""
         found = []
-        for group in self.groups:
-            group.set_level("target")
-            errors = [(t.quantizer(t.weight).detach().float() - t.weight.float()).square().sum() for t in group.tensors]
-            found.append(torch.stack(errors).double().sum())
-        self._set_levels()
+        with self.at_target():
+            for group in self.groups:
+                pairs = [(t.quantizer(t.weight).float(), t.weight.float()) for t in group.tensors]
+                found.append(torch.stack([(w_hat - w).square().sum() for w_hat, w in pairs]).double().sum())
         return torch.stack(found).tolist()
 
     # --- decisions ---
+
+    @contextmanager
+    def at_target(self) -> Iterator[None]:
+        """Every group at its target for a forward without gradient: what would be served now."""
+        for group in self.groups:
+            group.set_level("target")
+        try:
+            yield
+        finally:
+            self._set_levels()
 
     def raise_group(self, module_name: str, step: int, statistic: float) -> bool:
         """Raise the group of a module that went wrong; see the top of the file. False where nothing was raised."""
