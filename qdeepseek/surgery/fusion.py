@@ -19,7 +19,7 @@ from qdeepseek.layers import ActivationQuantizer, Level, WeightQuantizer, ladder
 from qdeepseek.quant import RangeMethod
 from qdeepseek.surgery.families import FUSION_GROUPS
 from qdeepseek.surgery.plan import plan
-from qdeepseek.surgery.prepare import QuantizedTensor, prepare, quantized_tensors, restore
+from qdeepseek.surgery.prepare import QuantizedTensor, prepare, quantized_tensors, restore_weights
 from qdeepseek.surgery.recipe import Recipe, Rule, TensorScheme
 
 _EXPERT = re.compile(r"((?:.*\.)?experts)\.\d+\.\w+")
@@ -105,7 +105,7 @@ def keep_levels(model: nn.Module, recipe: Recipe, levels: Mapping[str, Level]) -
             rounded.append(name)
     experts = next((_implementation(t.module) for t in tensors.values() if hasattr(t.module, "config")), "grouped_mm")
     kept = raised_recipe(model, recipe, raised)
-    restore(model)
+    restore_weights(model)
     prepare(model, kept, initialize=False, experts=experts)
     for tensor in quantized_tensors(model):
         if tensor.name in states:

@@ -5,8 +5,10 @@ import torch
 from torch import nn
 
 from qdeepseek.layers import QuantLinear
+from qdeepseek.quant.kv_cache import KVCacheScheme
 from qdeepseek.surgery import Recipe, plan, prepare, quantized_tensors
 from qdeepseek.surgery.fusion import fusion_groups, keep_levels
+from qdeepseek.surgery.kv_cache import attach_kv_cache, kv_cache_of
 from tests.export.conftest import build_model, build_recipe
 
 
@@ -112,3 +114,16 @@ def test_nothing_raised_is_the_recipe_itself():
 @pytest.fixture
 def ids():
     return torch.randint(3, 96, (2, 24), generator=torch.Generator().manual_seed(1))
+
+
+def test_quantisers_of_the_kv_cache_stay(ids):
+    model, groups = groups_of("deepseek_v3")
+    attach_kv_cache(model, KVCacheScheme.from_dict({"cache": {"dtype": "int8"}}))
+    group = groups["model.layers.0.self_attn.o_proj"]
+    group.set_level("bf16")
+    with torch.no_grad():
+        before = model(ids).logits
+    keep_levels(model, build_recipe(), {group.name: "bf16"})
+    assert kv_cache_of(model) is not None
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, before)

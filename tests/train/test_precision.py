@@ -145,16 +145,15 @@ def test_progressive_lowering_starts_high_and_finds_scales_anew(tiny_model, tmp_
 def test_what_cannot_work_is_said_before_the_fit(tiny_model, tmp_path):
     with pytest.raises(ConfigError, match=r"method\.precision: unknown key nonsense; known keys are raise_at"):
         on_spikes(nonsense=1)
-    prepare(tiny_model, Recipe.from_config(composed("run_dir=x")["quant"]))
-    run = short(tmp_path, 30, delay_steps=3)
+    quant = "quant.schemes.main.weight.serve_dtype=null"
+    run = qat.Run.from_config(composed("run_dir=x", quant, "export.dtype=bfloat16", "method.delay_steps=3"))
     with pytest.raises(ConfigError, match=r"set method\.delay_steps 3 to 0"):
-        progressive(warmup=2).attach(run, tiny_model)
-    for t in quantized_tensors(tiny_model):
-        object.__setattr__(t.scheme, "serve_dtype", None)
-    run.export.dtype = "bfloat16"
-    with pytest.raises(ConfigError, match=r"trained in float32 and exported in bfloat16; set serve_dtype bfloat16"):
-        on_spikes(finalize="keep").attach(run, tiny_model)
-    on_spikes().attach(run, tiny_model)
+        progressive(warmup=2).check(run, None)
+    with pytest.raises(ConfigError, match=r"rule experts has .* in float32 and exported in bfloat16; set serve_dtype"):
+        on_spikes(finalize="keep").check(run, None)
+    on_spikes().check(run, None)
+    run = short(tmp_path, 30)
+    prepare(tiny_model, Recipe.from_config(composed("run_dir=x")["quant"]))
     for t in quantized_tensors(tiny_model):
         t.weight.requires_grad_("o_proj" not in t.name)
     callback = on_spikes()

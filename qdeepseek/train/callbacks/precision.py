@@ -69,9 +69,8 @@ class Precision(Callback):
     # --- before and after the fit ---
 
     def attach(self, run: Any, student: Any) -> None:
-        """Groups of the prepared student; raises ConfigError for what the export could not say."""
+        """Groups of the prepared student, and their levels at the start."""
         self.groups = fusion_groups(student)
-        self._check(run)
         tops = [len(group.ladder) - 1 for group in self.groups]
         if isinstance(self.rule, SpikeRule):
             self.scheduler = SpikeScheduler(self.rule, tops, run.qat_steps)
@@ -91,7 +90,8 @@ class Precision(Callback):
         else:
             self._apply(self.scheduler.close(run.qat_steps))
 
-    def _check(self, run: Any) -> None:
+    def check(self, run: Any, model: Any) -> None:
+        """Refuses, before anything is trained, what the export could not say and two delays at once."""
         if isinstance(self.rule, ProgressiveRule):
             if run.method.delay_steps:
                 raise ConfigError(
@@ -100,12 +100,13 @@ class Precision(Callback):
                 )
             return
         served = run.export.dtype or run.model.dtype
-        loose = [t.name for g in self.groups for t in g.tensors if t.scheme.serve_dtype is None]
+        schemes = [(rule.name, rule.scheme) for rule in run.recipe.rules if rule.scheme is not None]
+        loose = [name for name, scheme in schemes if scheme.weight.serve_dtype is None]
         if self.rule.finalize == "keep" and loose and served != run.model.dtype:
             raise ConfigError(
-                f"method.precision.finalize keep: {loose[0]} has serve_dtype null, so a group that ends in bf16 would "
-                f"be trained in {run.model.dtype} and exported in {served}; set serve_dtype {served} in its scheme, "
-                "export.dtype to the dtype of training, or finalize target"
+                f"method.precision.finalize keep: the scheme of rule {loose[0]} has serve_dtype null, so a group "
+                f"that ends in bf16 would be trained in {run.model.dtype} and exported in {served}; set serve_dtype to "
+                "that, export.dtype to the dtype of training, or finalize target"
             )
 
     # --- during the fit ---
