@@ -18,8 +18,9 @@ from omegaconf import DictConfig, OmegaConf
 from eval import compare, report, terminal
 from eval.retention import run_metrics, write_metrics
 from qdeepseek.export.verify import verify
+from qdeepseek.surgery import plan
 from qdeepseek.train import qat
-from qdeepseek.train.artifacts import log_artifacts, open_folder
+from qdeepseek.train.artifacts import log_artifacts, open_folder, write_coverage
 from qdeepseek.train.config import USER_ERRORS
 from qdeepseek.train.console import quiet
 from qdeepseek.train.pretrain import pretrain
@@ -36,11 +37,13 @@ def main_job(run: qat.Run) -> None:
         rank_zero_only(print)(f"recipe {run.recipe.name} quantises nothing: unquantised fine-tune only, in {fp_ft}")
         return
     student = qat.quantise_aware(run)
-    finish(run, student, coverage)
+    finish(run, student)
 
 
 @rank_zero_only
-def finish(run: qat.Run, student: Any, coverage: Any) -> None:
+def finish(run: qat.Run, student: Any) -> None:
+    coverage = plan(student, run.recipe)  # a method may leave another recipe than it began with
+    write_coverage(run.folder, coverage)
     folder = qat.export_student(run, student)
     with run.timed("verify"):
         proof = verify(folder, student)

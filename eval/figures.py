@@ -12,6 +12,7 @@ from html import escape
 
 from eval.curves import Curve, smooth
 from eval.error_map import ErrorMap
+from eval.level_map import LevelMap
 from eval.words import name_of
 
 WIDTH = 440
@@ -261,6 +262,48 @@ def _block(
                 classes = "small inverse" if share > 0.72 else "small dark"
                 body += text(x0 + (j + 0.5) * w, y + h / 2 + 4, f"{100 * error:.1f}", classes, "middle")
     return body
+
+
+def level_map(title: str, found: LevelMap) -> str:
+    """Steps across, fusion groups down, the darker the more bits."""
+    left, right, top = 150.0, WIDTH - 14.0, 30.0
+    pitch = 20.0 if len(found.rows) <= 24 else 14.0
+    bottom = top + pitch * len(found.rows)
+    frame = Frame((found.first, max(found.last, found.first + 1)), (0, 1), left, right, top, bottom)
+    depth = {level: 0.14 + 0.8 * i / max(1, len(found.levels) - 1) for i, level in enumerate(found.levels)}
+    body, x = "", left
+    for level in found.levels:
+        body += f'<rect x="{x:.1f}" y="4" width="14" height="12" fill="var(--heat)" fill-opacity="{depth[level]:.2f}"/>'
+        body += text(x + 19, 14, level, "small")
+        x += 34 + 7 * len(level)
+    for i, (group, spans) in enumerate(found.rows.items()):
+        y = top + pitch * i
+        body += text(left - 8, y + pitch / 2 + 4, group_label(group), "small", "end")
+        for begin, end, level in spans:
+            a, b = frame.point(begin, 0)[0], frame.point(end, 0)[0]
+            body += (
+                f'<rect x="{a:.2f}" y="{y + 0.75:.2f}" width="{b - a:.2f}" height="{pitch - 1.5:.2f}" '
+                f'fill="var(--heat)" fill-opacity="{depth[level]:.2f}"><title>{escape(group)}: {level}, steps {begin} '
+                f"to {end - 1}</title></rect>"
+            )
+    for mark in ticks(*frame.steps, 4):
+        body += text(frame.point(mark, 0)[0], bottom + 16, f"{mark:,.0f}", "small", "middle")
+    body += text(right, bottom + 32, "optimizer step", "small", "end")
+    above = sum(end - begin for spans in found.rows.values() for begin, end, level in spans if level != spans[-1][2])
+    about = (
+        f"Levels {', '.join(found.levels)} of {len(found.rows)} fusion groups that changed, steps {found.first} to "
+        f"{found.last - 1}; {above} group steps at another level than the last."
+    )
+    return svg(body, bottom + 40, title, about)
+
+
+def group_label(group: str) -> str:
+    """`model.layers.1.self_attn.q_a_proj+kv_a_proj_with_mqa` -> `1 q_a+kv_a`: layer and parts."""
+    parts = group.split(".")
+    layer = next((part for part in parts if part.isdigit()), "")
+    shared = "shared " if "shared" in group else ""
+    leaf = parts[-1].replace("_with_mqa", "").replace("_proj", "")
+    return f"{layer} {shared}{leaf}".strip()
 
 
 def _scale(x: float, y: float, top: float) -> str:

@@ -1,8 +1,8 @@
 """The report of a run, `python -m eval.report RUN_DIR…`: Markdown and one HTML page from the files of its folder.
 
-Reads metrics.json (eval/retention.py), and where they exist coverage.json, config.yaml, routing.json and the loggers'
-metrics.csv; writes report/report.html, report/report.md and report/figures/*.svg. Nothing is computed here that
-is not in those files, so a report can be drawn again at any time.
+Reads metrics.json (eval/retention.py), and where they exist coverage.json, config.yaml, routing.json, events.jsonl and
+the loggers' metrics.csv; writes report/report.html, report/report.md and report/figures/*.svg.
+Nothing is computed here that is not in those files, so a report can be drawn again at any time.
 """
 
 import argparse
@@ -16,7 +16,8 @@ from typing import Any
 from eval import ablation, page, words
 from eval.curves import Curve, read_curves
 from eval.error_map import ErrorMap
-from eval.figures import Bar, bars, curves, heat_map, standalone
+from eval.figures import Bar, bars, curves, heat_map, level_map, standalone
+from eval.level_map import LevelMap, read_level_map
 from eval.load_map import LoadMap, load_map
 
 
@@ -39,6 +40,7 @@ class Report:
     config: str = ""
     curves: Sequence[Curve] = field(default_factory=tuple)
     routing: LoadMap | None = None
+    levels: LevelMap | None = None
 
     @classmethod
     def from_folder(cls, run: Path) -> "Report":
@@ -51,8 +53,9 @@ class Report:
         if not metrics.get("coverage") and coverage.is_file():
             metrics["coverage"] = json.loads(coverage.read_text(encoding="utf-8"))
         text = config.read_text(encoding="utf-8") if config.is_file() else ""
-        found = read_curves(run, first_steps(metrics.get("facts", {})))
-        return cls(metrics, text, found, LoadMap.from_folder(run))
+        begun, steps = first_steps(metrics.get("facts", {})), metrics.get("facts", {}).get("steps", {})
+        levels = read_level_map(run, steps.get("qat"), begun.get("qat", 0))
+        return cls(metrics, text, read_curves(run, begun), LoadMap.from_folder(run), levels)
 
     @property
     def schemes(self) -> Mapping[str, words.Entry]:
@@ -124,10 +127,18 @@ def routing_figures(found: LoadMap | None) -> list[Figure]:
     return [Figure("routing", title, found.caption, load_map(title, found))]
 
 
+def level_figures(found: LevelMap | None) -> list[Figure]:
+    """What the precision scheduler did."""
+    if found is None:
+        return []
+    title, caption = "Precision while training", "fusion groups that changed; steps across, darker is more bits"
+    return [Figure("precision", title, caption, level_map(title, found))]
+
+
 def figures_of(report: Report) -> dict[str, list[Figure]]:
     """Figures by section: each scheme's name, `training`, `layers` and `routing`."""
     found = {name: retention_figures(name, entry) for name, entry in report.schemes.items()}
-    found["training"] = curve_figures(report.curves)
+    found["training"] = curve_figures(report.curves) + level_figures(report.levels)
     layers = report.metrics.get("layers", {})
     several = len(report.schemes) > 1
     found["layers"] = [

@@ -158,6 +158,11 @@ def _check(model: nn.Module, entries: list[Entry], recipe: Recipe | None, dtype:
                 f"{tensor.name}: its quantiser is switched off (delayed fake-quant), so the model does not compute "
                 "with quantised weights; train past the delay, or set enabled = True to export it nevertheless"
             )
+        if tensor.quantizer.level != "target":
+            raise ValueError(
+                f"{tensor.name}: its quantiser stands at level {tensor.quantizer.level}, not at its target; turn the "
+                "levels into a recipe first (surgery.fusion.keep_levels), or set level = 'target'"
+            )
         if tensor.scheme.serve_dtype not in (None, DTYPES[dtype]) and dtype != torch.float32:
             raise SchemeMismatch(
                 f"{tensor.name} was trained to be served in {tensor.scheme.serve_dtype} and would be exported in "

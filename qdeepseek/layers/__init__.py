@@ -10,11 +10,12 @@ from qdeepseek.layers.experts import (
     quant_experts_forward,
     tap_experts,
 )
+from qdeepseek.layers.level import LEVELS, Level, ladder, scheme_at
 from qdeepseek.layers.linear import QuantLinear
 from qdeepseek.layers.weight_quantizer import WeightQuantizer
 
 __all__ = [
-    "ActivationQuantizer", "QuantEmbedding", "QuantLinear", "WeightQuantizer", "attach_expert_quantizers",
-    "detach_expert_quantizers", "has_expert_quantizers", "naive_experts_forward", "quant_experts_forward",
-    "tap_experts",
+    "LEVELS", "ActivationQuantizer", "Level", "QuantEmbedding", "QuantLinear", "WeightQuantizer",
+    "attach_expert_quantizers", "detach_expert_quantizers", "has_expert_quantizers", "ladder",
+    "naive_experts_forward", "quant_experts_forward", "scheme_at", "tap_experts",
 ]  # fmt: skip

@@ -7,10 +7,11 @@ Where s comes from:
     percentile | iqr | mse    from clip_ratio * min-max of w; the buffer clip_ratio is set once by `initialize`
     learned (LSQ)             fp32 parameter `scale`; NaN until `initialize`, so that forgetting it is not silent
     set_scale (GPTQ, ...)     buffer `scale`, fixed
+    level int8                from w by min-max, whatever of the above; bf16: there are no codes (level.py)
 
 The cache keeps w_hat while the weight is unchanged, which saves the work under gradient accumulation and in the
 recomputation of gradient checkpointing.  Unchanged means: same tensor, storage, dtype and version counter, the same
-of the scale, and no optimiser step in the process since.  The last is needed because fused optimisers
+of the scale, the same level, and no optimiser step in the process since.  The last is needed because fused optimisers
 (`AdamW(fused=True)`) and those that write through `.data` (ZeRO) do not move the version counter.  A write through
 `.data` outside of an optimiser step must be followed by `clear_cache()`.
 
@@ -26,8 +27,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from qdeepseek.layers.level import Levelled, scheme_at
 from qdeepseek.quant import QuantScheme, RangeMethod, fake_quantize_weight, find_range, grid
-from qdeepseek.quant.fake_quantize import fake_quantize_served
+from qdeepseek.quant.fake_quantize import fake_quantize_served, straight_through
 from qdeepseek.quant.lsq import scale_gradient
 from qdeepseek.quant.ranges import clip_ratio
 
@@ -53,8 +55,10 @@ class _Memo(NamedTuple):
     zero: Tensor | None
 
 
-class WeightQuantizer(nn.Module):
+class WeightQuantizer(Levelled):
     """Fake-quantises weights of one shape (O, I) or (E, O, I).
+
+    `scheme` is the target; at another level the forward uses `scheme_at(scheme, level)`, see level.py.
 
     row_blocks: parts of the rows that never share a per_tensor scale; 2 for a fused gate_up_proj.
     Raises ValueError (from `scheme.check_shape`) when the shape does not fit the scheme.
@@ -104,7 +108,9 @@ class WeightQuantizer(nn.Module):
         grid_name = self.scheme.grid if self.scheme.symmetric else "asymmetric"
         group = f" {self.scheme.group_size}" if self.scheme.group_size else ""
         kind = "learned" if self.method.learned else "fixed" if self.scale is not None else self.method.kind
-        return f"int{self.scheme.bits} {self.scheme.granularity}{group} {grid_name}, {kind}, enabled={self.enabled}"
+        raised = "" if self.level == "target" else f", level={self.level}"
+        text = f"int{self.scheme.bits} {self.scheme.granularity}{group} {grid_name}, {kind}, enabled={self.enabled}"
+        return text + raised
 
     @torch.no_grad()
     def initialize(self, w: Tensor) -> None:
@@ -145,6 +151,8 @@ class WeightQuantizer(nn.Module):
     def forward(self, w: Tensor) -> Tensor:
         if not self.enabled:
             return w
+        if self.level != "target":
+            return self._raised(w)
         memo = self._recall(w)
         if memo is None:
             (scale, zero), cached = self._scale_and_zero(w), None
@@ -159,9 +167,37 @@ class WeightQuantizer(nn.Module):
             self._memo = _Memo(weakref.ref(w), self.key(w), w_hat.detach(), scale, zero)
         return w_hat
 
+    def _raised(self, w: Tensor) -> Tensor:
+        """w_hat above the target: straight-through; a learned scale waits, with a gradient of zero."""
+        memo = self._recall(w)
+        w_hat = memo.w_hat if memo is not None else self._round_raised(w)
+        if memo is None and self._cacheable(w):
+            self._memo = _Memo(weakref.ref(w), self.key(w), w_hat, w_hat, None)
+        return straight_through(w, w_hat, self.scale if self.method.learned and not self.defers(w) else None)
+
+    @torch.no_grad()
+    def _round_raised(self, w: Tensor) -> Tensor:
+        scheme = scheme_at(self.scheme, self.level)
+        if scheme is None:
+            serve = self.scheme.torch_serve_dtype
+            return w.detach() if serve is None else w.to(serve).to(w.dtype)
+        return grid.fake_quantize(w, *self._min_max(w, scheme), scheme)
+
+    def _min_max(self, w: Tensor, scheme: QuantScheme) -> tuple[Tensor, Tensor | None]:
+        return grid.scale_from_range(*find_range(w, scheme, MINMAX, self.scale_shape), scheme, w.dtype)
+
     @torch.no_grad()
     def quantize(self, w: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """(codes int8 like w, scale in scale_dtype (.., O, G), zero int8 or None): what the forward uses."""
+        """(codes int8 like w, scale in scale_dtype (.., O, G), zero int8 or None): what the forward uses.
+
+        Raises ValueError at level bf16, where the forward uses no codes.
+        """
+        if self.level != "target":
+            scheme = scheme_at(self.scheme, self.level)
+            if scheme is None:
+                raise ValueError("level bf16 has no codes; set level to target or int8 before quantize")
+            scale, zero = self._min_max(w, scheme)
+            return grid.quantize(w, scale, zero, scheme), scale.to(scheme.torch_scale_dtype), zero
         scale, zero = self._scale_and_zero(w)
         if self.method.learned:
             scale = grid.round_scale(scale, self.scheme, w.dtype)
@@ -175,10 +211,16 @@ class WeightQuantizer(nn.Module):
 
     @torch.no_grad()
     def set_scale_grad(self, w: Tensor) -> None:
-        """Set the scale's gradient from w.grad, accumulated and reduced over ranks; call before clipping and step."""
+        """Set the scale's gradient from w.grad, accumulated and reduced over ranks; call before clipping and step.
+
+        Above the target the scale is not used, and its gradient is zero.
+        """
         if not self.enabled or w.grad is None or not self.defers(w):
             return
         assert self.scale is not None
+        if self.level != "target":
+            self.scale.grad = torch.zeros_like(self.scale)
+            return
         self.scale.grad = scale_gradient(w, self.scale, self.zero, self.scheme, w.grad)[0]
 
     def clear_cache(self) -> None:
@@ -206,7 +248,7 @@ class WeightQuantizer(nn.Module):
     def key(self, w: Tensor) -> tuple[Any, ...]:
         """Equal as long as the forward of w gives the same w_hat."""
         own = [t for t in (self.scale, self.zero, self.clip_ratio, self.clip_ratio_low) if t is not None]
-        kind = (w.dtype, self.defers(w))
+        kind = (w.dtype, self.defers(w), self.level)
         return (_optimizer_steps[0], w._version, w.data_ptr(), *kind, *((t._version, t.data_ptr()) for t in own))
 
     def _cacheable(self, w: Tensor) -> bool:

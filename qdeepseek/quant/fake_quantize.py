@@ -55,6 +55,25 @@ def fake_quantize_served(
     return function.apply(w, scale, zero, scheme, [] if cached is None else [cached])
 
 
+class _StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, w: Tensor, idle: Tensor | None, made: list[Tensor]) -> Tensor:
+        ctx.idle = None if idle is None else (idle.shape, idle.dtype, idle.device)
+        return made[0].detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        if ctx.idle is None or not ctx.needs_input_grad[1]:
+            return grads[0], None, None
+        shape, dtype, device = ctx.idle
+        return grads[0], torch.zeros(shape, dtype=dtype, device=device), None
+
+
+def straight_through(w: Tensor, w_hat: Tensor, idle: Tensor | None = None) -> Tensor:
+    """w_hat, made from w, with w's gradient passed on; `idle` gets zeros: unused, but seen by DDP as used."""
+    return _StraightThrough.apply(w, idle, [w_hat])
+
+
 class _FakeQuantizeActivation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, scheme: QuantScheme) -> Tensor:

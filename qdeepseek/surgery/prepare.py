@@ -85,6 +85,11 @@ def prepare(model: nn.Module, recipe: Recipe, *, initialize: bool = True, expert
 def restore(model: nn.Module) -> None:
     """Puts stock modules back around the (trained) Parameters; a weight untied by the recipe stays untied."""
     detach_kv_cache(model)
+    restore_weights(model)
+
+
+def restore_weights(model: nn.Module) -> None:
+    """`restore` that leaves quantisers of the KV cache where they are."""
     for name, module in list(model.named_modules()):
         if isinstance(module, QuantLinear):
             model.set_submodule(name, module.to_linear())

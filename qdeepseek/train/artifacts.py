@@ -63,6 +63,11 @@ def open_folder(folder: Path, config: Mapping[str, Any], coverage: Coverage) -> 
         check_same(before, config, folder)
     else:
         OmegaConf.save(OmegaConf.create(dict(config)), file)
+    write_coverage(folder, coverage)
+
+
+def write_coverage(folder: Path, coverage: Coverage) -> None:
+    """coverage.json: at the start what the recipe plans, at the end what is exported."""
     (folder / "coverage.json").write_text(json.dumps(coverage.to_dict(), indent=1) + "\n")
 
 

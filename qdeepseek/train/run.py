@@ -37,6 +37,18 @@ class TrainerConfig:
                 raise ValueError(f"{name} {getattr(self, name)} must be at least 1")
 
 
+class Checkpoints(ModelCheckpoint):
+    """ModelCheckpoint that does not save a resumed step once more.
+
+    Lightning would, after the first micro-batch: a checkpoint in the middle of an accumulation, whose gradient the
+    next resume would not have.
+    """
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        self._last_global_step_saved = trainer.global_step
+
+
 def build_trainer(
     config: TrainerConfig,
     folder: Path,
@@ -50,7 +62,7 @@ def build_trainer(
     """Trainer whose checkpoints lie in folder/checkpoints/name; the newest is `last.ckpt`."""
     if config.threads:
         torch.set_num_threads(config.threads)
-    checkpoints = ModelCheckpoint(
+    checkpoints = Checkpoints(
         folder / "checkpoints" / name, filename="{step}", every_n_train_steps=config.checkpoint_every,
         save_last=True, save_top_k=1, monitor="step", mode="max", enable_version_counter=False,
         save_on_train_epoch_end=False,

@@ -104,7 +104,8 @@ def test_figures_are_valid_xml_for_deep_models_and_peers(tmp_path):
     for figure in found:
         root = ET.fromstring(standalone(figure.svg))
         width, height = map(float, root.get("viewBox").split()[2:])
-        for node in root.iterfind(".//{*}text"):
+        assert root.findall(".//{*}text")
+        for node in root.findall(".//{*}text"):
             assert 0 <= float(node.get("x")) <= width and 0 <= float(node.get("y")) <= height
     assert "torchao_qat" in found[0].svg
 
