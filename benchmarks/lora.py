@@ -132,13 +132,13 @@ def main() -> None:
     command, commit = ("python -m benchmarks.lora " + " ".join(sys.argv[1:])).strip(), git_commit()
     arguments = [word for key, value in shape.items() for word in (f"--{key}", str(value))]
     rows: list[dict[str, Any]] = []
+    facts = {"model": size, "threads": torch.get_num_threads(), "dtype": "float32", **shape}
     for variant in args.variants:
         row = in_child(variant, [*arguments, *(["--small"] if args.small else [])])
         full = next((r for r in rows if r["variant"] == variant.replace("lora", "full")), row)
         rows.append(row | {"peak_over_full": row["peak_bytes"] / full["peak_bytes"]})
         print(rows[-1], flush=True)
-    facts = {"model": size, "threads": torch.get_num_threads(), "dtype": "float32", **shape}
-    args.out.write_text(json.dumps({"command": command, "commit": commit, **facts, "rows": rows}, indent=1) + "\n")
+        args.out.write_text(json.dumps({"command": command, "commit": commit, **facts, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
