@@ -30,8 +30,8 @@ OPTIM = OptimConfig(lr=1e-4, scale_lr=1e-4, warmup_steps=0, schedule="constant")
 
 def a_run(folder: Path, **method) -> SimpleNamespace:
     return SimpleNamespace(
-        folder=folder, unquantised=folder, device=torch.device("cpu"), rotates=False, model=SimpleNamespace(path="the/base"),
-        method=MethodConfig(**{"start": "base", **method}),
+        folder=folder, unquantised=folder, device=torch.device("cpu"), rotates=False,
+        model=SimpleNamespace(path="the/base"), method=MethodConfig(**{"start": "base", **method}),
     )  # fmt: skip
 
 

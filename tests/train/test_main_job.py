@@ -118,15 +118,16 @@ def test_main_job_in_other_ways(tmp_path, tiny_folder, overrides):
 @pytest.mark.parametrize(
     ("model", "overrides"),
     [
-        ("tiny", ["quant.schemes.main.method.learned=true"]),
-        ("", ["strategy=ddp", "trainer.devices=2", "trainer.accelerator=cpu", "trainer.threads=1", "quant=w4a4",
-              "method.recompute=true", "method.lora.scales=false", "model.gradient_checkpointing=true"]),
+        ("tiny", []),
+        ("", ["strategy=ddp", "trainer.devices=2", "trainer.accelerator=cpu", "trainer.threads=1",
+              "trainer.accumulate=2", "method.rotate=always", "method.recompute=true"]),
     ],
-    ids=["shipped model", "two processes, rotated, recomputed"],
+    ids=["shipped model", "two processes, accumulating, rotated, recomputed"],
 )  # fmt: skip
 def test_main_job_with_adapters(tmp_path, tiny_folder, model, overrides):
     folder = tmp_path / "run"
-    options = [f"model.path={model or tiny_folder}", f"run_dir={folder}", *SHORT, "method/lora=default", *overrides]
+    options = [f"model.path={model or tiny_folder}", f"run_dir={folder}", *SHORT, "method/lora=default"]
+    options += ["quant.schemes.main.method.learned=true", *overrides]
     done = train(*options)
     assert done.returncode == 0, done.stderr[-3000:]
     (entry,) = json.loads((folder / "metrics.json").read_text())["schemes"].values()
@@ -143,7 +144,7 @@ def test_main_job_with_adapters(tmp_path, tiny_folder, model, overrides):
     state = checkpoint["optimizer_states"][0]["state"]
     adapters = [key for key in checkpoint["state_dict"] if "lora_" in key]
     scales = [key for key in checkpoint["state_dict"] if key.endswith("quantizer.scale")]
-    assert len(state) == len(adapters) + (len(scales) if model else 0) and adapters
+    assert len(state) == len(adapters) + len(scales) and adapters and scales
 
 
 @pytest.mark.slow

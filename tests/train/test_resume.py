@@ -18,7 +18,8 @@ def run_job(folder: Path, model: Path, data: Path, kill: str = "", *more: str) -
         "data.too_long=split", "quant=w4a16_g32", "quant.schemes.main.method.learned=true",
         "trainer.steps=8", "trainer.accumulate=2", "trainer.checkpoint_every=1", "trainer.validate_every=3",
         "optim.warmup_steps=3", "qat_optim.warmup_steps=2", "method.delay_steps=2", "method.distill_weight=0.5",
-        f"run_dir={folder}", f"hydra.run.dir={folder}", *(more or ["method/kv_cache=int8"]),
+        "method/kv_cache=int8",
+        f"run_dir={folder}", f"hydra.run.dir={folder}", *more,
     ]  # fmt: skip
     command = [sys.executable, str(JOB), kill, *overrides]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
