@@ -136,13 +136,22 @@ def print_peak(kind: str, variant: str) -> None:
 
     import qdeepseek.surgery  # noqa: F401
 
-    before = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    before = memory_now()
     model, optimizer = make(kind, variant)
     for _ in range(3):
         step(model, optimizer, 2)
-    status = Path("/proc/self/status").read_text()  # not ru_maxrss: a child inherits its parent's
-    peak = int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1]) * 1024
-    print(peak - before)
+    print(memory_peak() - before)
+
+
+def memory_now() -> int:
+    """Resident bytes of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def memory_peak() -> int:
+    """Most resident bytes that this process ever had; not ru_maxrss, which a child inherits from its parent."""
+    status = Path("/proc/self/status").read_text()
+    return int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1]) * 1024
 
 
 def main() -> None:

@@ -109,8 +109,12 @@ def initialize_quantizers(model: nn.Module) -> None:
 
 
 def quantized_tensors(model: nn.Module) -> Iterator[QuantizedTensor]:
-    """The quantised weights of a prepared model, in model order; none for a model that is not prepared."""
+    """The quantised weights of a prepared model, in model order; none for a model that is not prepared.
+
+    Under LoRA names are those of the model without adapters (peft puts `.base_layer` in), `weight` is the frozen one.
+    """
     for name, module in model.named_modules():
+        name = name.replace(".base_layer", "")
         prefix = f"{name}." if name else ""
         if isinstance(module, QuantLinear | QuantEmbedding):
             activation = getattr(module, "input_quantizer", None)

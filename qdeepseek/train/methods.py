@@ -2,9 +2,10 @@
 
 A group that is off is empty. Every other names its class (`_target_`) and that class's arguments, strictly. A class
 is a Lightning callback where it acts during the fit; it may have `check(run, model)`, called with the base before
-anything is trained, `attach(run, student)`, called once quantisers are in place, and `finish(run, student)`, called
-when the fit is over. Each lives in one file of qdeepseek/train/callbacks (glue) above one file of pure arithmetic on a
-lower level.
+anything is trained, `attach(run, student)`, called once quantisers are in place, `optim(config)`, which changes the
+optimizer's configuration, and `finish(run, student)`, called when the fit is over. One whose `unquantised` is true acts
+in the unquantised stage too. Each lives in one file of qdeepseek/train/callbacks (glue) above one file of pure
+arithmetic on a lower level.
 """
 
 from collections.abc import Mapping
@@ -14,7 +15,7 @@ from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from lightning.pytorch.callbacks import Callback
 
-from qdeepseek.train.config import ConfigError
+from qdeepseek.train.config import ConfigError, OptimConfig
 
 GROUPS = ("compensation", "routing", "precision", "guard", "lora", "kv_cache")
 
@@ -49,11 +50,24 @@ def callbacks(methods: Mapping[str, Any]) -> list[Callback]:
     return [method for method in methods.values() if isinstance(method, Callback)]
 
 
+def unquantised(methods: Mapping[str, Any]) -> dict[str, Any]:
+    """Those methods that the unquantised fine-tune uses too."""
+    return {name: method for name, method in methods.items() if getattr(method, "unquantised", False)}
+
+
 def check(methods: Mapping[str, Any], run: Any, model: Any) -> None:
     """Let every method refuse the model before anything is trained."""
     for method in methods.values():
         if hasattr(method, "check"):
             method.check(run, model)
+
+
+def optim(methods: Mapping[str, Any], config: OptimConfig) -> OptimConfig:
+    """The optimizer's configuration as the methods want it."""
+    for method in methods.values():
+        if hasattr(method, "optim"):
+            config = method.optim(config)
+    return config
 
 
 def attach(methods: Mapping[str, Any], run: Any, student: Any) -> None:

@@ -203,9 +203,12 @@ def _fine_tune(run: Run, folder: Path, done: Path) -> None:
         model = run.load("base")
         branch = SaveBranch(run.trainer.steps - run.qat_steps, folder / "branch", run.tokenizer)
         balance = [LossFreeBalance(run.method.balance_speed)] if run.method.balance_speed else []
-        module = FineTune(model, run.optim, run.trainer.steps, stage="fp_ft")
-        trainer = _trainer(run, "fp_ft", run.trainer.steps, [*balance, branch], folder)
+        here = methods.unquantised(run.methods)
+        methods.attach(here, run, model)
+        module = FineTune(model, methods.optim(here, run.optim), run.trainer.steps, stage="fp_ft")
+        trainer = _trainer(run, "fp_ft", run.trainer.steps, [*balance, branch, *methods.callbacks(here)], folder)
         fit(trainer, module, run.data.module(), folder, "fp_ft")
+        methods.finish(here, run, model)
         save_model(model, run.tokenizer, done)
         trainer.strategy.barrier()
 
@@ -232,7 +235,8 @@ def quantise_aware(run: Run, prepare_student: Callable[[PreTrainedModel], object
         (prepare_student or partial(put_quantisers, run))(student)
         methods.attach(run.methods, run, student)
         teacher = run.load(method.teacher) if method.distill_weight > 0 else None
-        module = FineTune(student, run.qat_optim, run.qat_steps, teacher, method.distill_weight, stage="qat")
+        optim = methods.optim(run.methods, run.qat_optim)
+        module = FineTune(student, optim, run.qat_steps, teacher, method.distill_weight, stage="qat")
         fake_quant = FakeQuant(method.delay_steps, method.cache, method.recompute)
         trainer = _trainer(run, "qat", run.qat_steps, [fake_quant, *methods.callbacks(run.methods)], run.folder)
         done = run.trainer.steps - run.qat_steps if method.start == "branch" else 0

@@ -25,6 +25,8 @@ METHOD_KEYS = ("qat_fraction", "balance_speed", "lora")
 def settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """The part of a run's configuration that its unquantised stage depends on."""
     method = {key: config["method"][key] for key in METHOD_KEYS if config["method"].get(key)}
+    if method.get("lora", {}).get("stages") == "qat":  # then adapters are no part of it
+        del method["lora"]
     return {**{key: config[key] for key in GROUPS}, "method": method}
 
 

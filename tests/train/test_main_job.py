@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[2]
 SHORT = ["trainer.steps=4", "trainer.accumulate=1", "trainer.validate_every=2", "trainer.log_every=1",
@@ -114,6 +115,39 @@ def test_main_job_in_other_ways(tmp_path, tiny_folder, overrides):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "overrides"),
+    [
+        ("tiny", []),
+        ("", ["strategy=ddp", "trainer.devices=2", "trainer.accelerator=cpu", "trainer.threads=1",
+              "trainer.accumulate=2", "method.rotate=always", "method.recompute=true"]),
+    ],
+    ids=["shipped model", "two processes, accumulating, rotated, recomputed"],
+)  # fmt: skip
+def test_main_job_with_adapters(tmp_path, tiny_folder, model, overrides):
+    folder = tmp_path / "run"
+    options = [f"model.path={model or tiny_folder}", f"run_dir={folder}", *SHORT, "method/lora=default"]
+    options += ["quant.schemes.main.method.learned=true", *overrides]
+    done = train(*options)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (entry,) = json.loads((folder / "metrics.json").read_text())["schemes"].values()
+    assert all(entry["loss"][column] is not None for column in ("base", "fp_ft", "rtn", "gptq", "qat"))
+    assert done.stdout.count("verified") == 1 and "bit for bit" in done.stdout
+    bases = {}
+    for name in ("adapter", "adapter_fp_ft"):
+        config = json.loads((folder / name / "adapter_config.json").read_text())
+        bases[name] = config["base_model_name_or_path"]
+        assert config["peft_type"] == "LORA" and config["r"] == 16
+        assert (folder / name / "adapter_model.safetensors").is_file()
+    assert bases["adapter"] == str(folder / "branch")
+    checkpoint = torch.load(folder / "checkpoints" / "qat" / "last.ckpt", weights_only=False)
+    state = checkpoint["optimizer_states"][0]["state"]
+    adapters = [key for key in checkpoint["state_dict"] if "lora_" in key]
+    scales = [key for key in checkpoint["state_dict"] if key.endswith("quantizer.scale")]
+    assert len(state) == len(adapters) + len(scales) and adapters and scales
+
+
+@pytest.mark.slow
 def test_pretraining_and_plain_fine_tuning(tmp_path):
     made = tmp_path / "pretrain"
     short = ["trainer.steps=3", "trainer.validate_every=2", "data.select_sequences=4"]
@@ -132,6 +166,7 @@ def test_pretraining_and_plain_fine_tuning(tmp_path):
         (["data.length=1024"], "data.length 1024 exceeds the model's max_position_embeddings 512"),
         (["data=sft", "data.path=missing.jsonl"], "missing.jsonl"),
         (["quant.schemes.main.weight.group_size=96"], "group"),
+        (["method/lora=default", "method.lora.targets=[q_prj]"], "method.lora.targets: 'q_prj' means nothing"),
         (["method.start=middle"], "method: start 'middle' is unknown; use branch, fp_ft or base"),
     ],
 )

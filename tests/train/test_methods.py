@@ -1,10 +1,12 @@
 """Groups of training methods: off is nothing, a wrong value is an error that names the group."""
 
+from dataclasses import replace
+
 import pytest
 from lightning.pytorch.callbacks import Callback
 
 from qdeepseek.train import methods
-from qdeepseek.train.config import ConfigError
+from qdeepseek.train.config import ConfigError, OptimConfig
 from qdeepseek.train.qat import Run
 from tests.train.test_config import composed
 
@@ -41,8 +43,22 @@ def test_order_and_hooks():
         def finish(self, run, student):
             calls.append(("finish", self.name))
 
+        def check(self, run, model):
+            calls.append(("check", self.name))
+
+        def optim(self, config):
+            return replace(config, lr=config.lr / 2)
+
+        @property
+        def unquantised(self):
+            return self.name == "lora"
+
     parts = {"lora": Part("lora"), "guard": Part("guard"), "routing": Callback()}
     methods.attach(parts, None, None)
     methods.finish(parts, None, None)
-    assert calls == [("attach", "lora"), ("attach", "guard"), ("finish", "guard"), ("finish", "lora")]
+    methods.check(parts, None, None)
+    assert methods.unquantised(parts) == {"lora": parts["lora"]}
+    assert methods.optim(parts, OptimConfig(lr=1.0)).lr == 0.25
+    assert [c for c in calls if c[0] == "check"] == [("check", "lora"), ("check", "guard")]
+    assert calls[:4] == [("attach", "lora"), ("attach", "guard"), ("finish", "guard"), ("finish", "lora")]
     assert methods.callbacks(parts) == [parts["routing"]]

@@ -29,6 +29,16 @@ def test_runs_that_quantise_differently_share(tmp_path):
         assert second == first == Run.from_config(other).unquantised
 
 
+def test_adapters_of_qat_alone_share_and_those_of_both_stages_do_not(tmp_path):
+    with unquantised.claimed(config(tmp_path)):
+        pass
+    with unquantised.claimed(config(tmp_path, "method/lora=default", "method.lora.stages=qat")):
+        pass
+    both = config(tmp_path, "method/lora=default")
+    with pytest.raises(ConfigError, match=r"method\.lora"), unquantised.claimed(both):
+        raise AssertionError("was given")
+
+
 @pytest.mark.parametrize("override", ["seed=1", "optim.lr=1", "trainer.steps=7", "method.qat_fraction=0.25"])
 def test_other_settings_are_refused(tmp_path, override):
     with unquantised.claimed(config(tmp_path)):
