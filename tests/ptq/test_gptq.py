@@ -5,10 +5,10 @@ import copy
 import pytest
 import torch
 
-from qdeepseek.ptq.gptq import gptq
+from qdeepseek.ptq.gptq import default_range, gptq
 from qdeepseek.ptq.gptq_core import GPTQConfig, gptq_quantize
 from qdeepseek.ptq.rtn import round_to_nearest
-from qdeepseek.quant import RangeMethod, find_range, scale_from_range
+from qdeepseek.quant import QuantScheme, RangeMethod, find_range, scale_from_range
 from qdeepseek.surgery import prepare, quantized_tensors
 
 
@@ -63,7 +63,7 @@ def test_every_layer_is_calibrated_on_its_inputs_in_the_quantised_model(small_mo
         xs = inputs[t.name]
         hessian = torch.stack([x.mT @ x / len(x) for x in xs])
         hessian = hessian if t.weight.dim() == 3 else hessian[0]
-        want = gptq_quantize(before[t.name], hessian, t.scheme)[0]
+        want = gptq_quantize(before[t.name], hessian, t.scheme, default_range(t.scheme))[0]
         # experts' tokens are gathered in another order here, so a weight on the edge between two codes may differ
         assert (t.quantizer.quantize(t.weight)[0] == want).float().mean() > 0.995, t.name
 
@@ -87,8 +87,8 @@ def test_ranges_are_those_asked_for(small_model, load_recipe, batches):
     other = copy.deepcopy(small_model)
     before = {t.name: t.weight.detach().clone() for t in quantized_tensors(other)}
     gptq(small_model, batches)
-    gptq(other, batches, method=RangeMethod(kind="mse"))
-    for model, method in ((small_model, RangeMethod()), (other, RangeMethod(kind="mse"))):
+    gptq(other, batches, method=RangeMethod(kind="minmax"))
+    for model, method in ((small_model, RangeMethod(kind="mse")), (other, RangeMethod(kind="minmax"))):
         for t in quantized_tensors(model):
             w = before[t.name]
             want = scale_from_range(*find_range(w, t.scheme, method), t.scheme, w.dtype)[0]
@@ -154,3 +154,7 @@ def test_bad_calls_are_refused(small_model, load_recipe, batches):
         gptq(small_model, [])
     with pytest.raises(ValueError, match="one length"):
         gptq(small_model, [*batches, {"input_ids": torch.zeros(1, 32, dtype=torch.long)}])
+
+
+def test_scales_are_searched_but_at_two_bits():
+    assert [default_range(QuantScheme(bits, "per_group", 32)).kind for bits in (2, 3, 4, 8)] == ["minmax"] + ["mse"] * 3
