@@ -16,6 +16,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from qdeepseek.surgery import Recipe, prepare
 from qdeepseek.train import qat
 from qdeepseek.train.callbacks.balance import LossFreeBalance
+from qdeepseek.train.callbacks.compensation_cage import Cage
 from qdeepseek.train.callbacks.fake_quant import FakeQuant
 from qdeepseek.train.callbacks.guard import Guard, NonFiniteError, step_flags
 from qdeepseek.train.config import ConfigError, OptimConfig
@@ -95,7 +96,7 @@ def fit(student, guard, *callbacks, steps=6, accumulate=1, folder=None, data=Non
     module = FineTune(student, OptimConfig(lr=1e-3, warmup_steps=1), steps, student if distill else None, distill)
     trainer = L.Trainer(
         max_steps=steps, max_epochs=-1, accumulate_grad_batches=accumulate, gradient_clip_val=1.0, accelerator="cpu",
-        callbacks=[*([guard] if guard else []), *callbacks], devices=1, logger=False,
+        callbacks=[*callbacks, *([guard] if guard else [])], devices=1, logger=False,
         enable_checkpointing=any(isinstance(c, ModelCheckpoint) for c in callbacks), enable_progress_bar=False,
         enable_model_summary=False, limit_val_batches=0, default_root_dir=folder, **options,
     )  # fmt: skip
@@ -219,6 +220,18 @@ def test_a_fault_that_does_not_come_back(student, tmp_path):
     with pytest.warns(UserWarning, match="did not show again"):
         fit(student, guard, steps=3, folder=tmp_path)
     assert [e["module"] for e in guard.events] == [None]
+
+
+@pytest.mark.parametrize("metric", ["adam", "identity"])
+def test_cage_pulls_nothing_in_a_skipped_step(student, tmp_path, metric):
+    data, probe = data_module(), Probe()
+    poison(student, "lm_head", [0, 2], data)  # the first step: Adam has taken none yet
+    cage = Cage(strength=1.0, silence=0.0, ramp=False, metric=metric)
+    with pytest.warns(UserWarning):
+        fit(student, Guard(), cage, probe, FakeQuant(cache=True), steps=3, folder=tmp_path, data=data)
+    assert [probe.moved(step) > 50 for step in (2, 3)] == [True, False]
+    weights = len(student.state_dict())  # moments appear in the first step, as zeros
+    assert all(torch.equal(a, b) for a, b in zip(probe.after[0][:weights], probe.after[1][:weights], strict=True))
 
 
 @pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.*")

@@ -67,7 +67,8 @@ class Cage(Callback):
         self._step = trainer.global_step
 
         def after_step(*_: Any) -> None:
-            self._pull(optimizer, self._lambda(trainer, trainer.global_step))
+            skipped: Any = getattr(pl_module, "step_skipped", None)
+            self._pull(optimizer, self._lambda(trainer, trainer.global_step), skipped)
 
         self._remove.append(optimizer.register_step_post_hook(after_step).remove)
 
@@ -75,7 +76,8 @@ class Cage(Callback):
         return strength(step, int(trainer.max_steps), self.strength, self.silence, self.ramp)
 
     @torch.no_grad()
-    def _pull(self, optimizer: torch.optim.Optimizer, now: float) -> None:
+    def _pull(self, optimizer: torch.optim.Optimizer, now: float, skipped: Tensor | None) -> None:
+        """skipped: 1 on the device where the optimizer left the weights alone, which this does then too."""
         for tensor, group in self._tensors:
             w, rate = tensor.weight, float(group["lr"]) * now
             if rate == 0 or w.grad is None or not tensor.quantizer.enabled:
@@ -84,7 +86,11 @@ class Cage(Callback):
             if self.metric == "identity":
                 state = optimizer.state[w]
                 denominator = adam_denominator(state["exp_avg_sq"], state["step"], group["betas"][1], group["eps"])
-            pull_(w, tensor.quantizer(w), rate, denominator)
+            w_hat = tensor.quantizer(w)
+            if skipped is not None:
+                w_hat = torch.where(skipped > 0, w, w_hat)
+                denominator = None if denominator is None else torch.where(skipped > 0, 1.0, denominator)
+            pull_(w, w_hat, rate, denominator)
 
     @torch.no_grad()
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
