@@ -13,12 +13,14 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
 
+from qdeepseek.routing.statistics import TOKENS
 from qdeepseek.surgery import Recipe, prepare
 from qdeepseek.train import qat
 from qdeepseek.train.callbacks.balance import LossFreeBalance
 from qdeepseek.train.callbacks.compensation_cage import Cage
 from qdeepseek.train.callbacks.fake_quant import FakeQuant
 from qdeepseek.train.callbacks.guard import Guard, NonFiniteError, step_flags
+from qdeepseek.train.callbacks.routing import Routing
 from qdeepseek.train.config import ConfigError, OptimConfig
 from qdeepseek.train.datamodule import TokenDataModule
 from qdeepseek.train.module import FineTune
@@ -287,18 +289,18 @@ def test_resumed_at_any_point_of_it_is_bit_identical(tiny_model, tmp_path, fail,
     assert (whole.restored_at is None) == (len(fail) == 1)
 
 
-def test_balance_stays_where_it_is_in_a_skipped_step(student, tmp_path):
-    data, probe = data_module(), []
-    poison(student, "lm_head", [1], data)
-    gate = student.model.layers[1].mlp.gate
-
-    class Spy(L.Callback):
-        def on_train_batch_end(self, *args):
-            probe.append(gate.e_score_correction_bias.clone())
-
+@pytest.mark.parametrize("mover", [LossFreeBalance, Routing])
+def test_routers_stay_where_they_are_in_a_skipped_step(student, tmp_path, mover):
+    data, probe = data_module(), Probe()
+    poison(student, "model.embed_tokens", [1], data)  # routers see NaN
+    parts = {"bias_speed": 0.01, "temperature": {"target": 0.5}} if mover is Routing else {"speed": 0.01}
+    callback = mover(**parts, log_every=3)
     with pytest.warns(UserWarning):
-        fit(student, Guard(), LossFreeBalance(0.01), Spy(), steps=3, folder=tmp_path, data=data)
-    assert torch.equal(probe[0], probe[1]) and not torch.equal(probe[1], probe[2])
+        fit(student, Guard(), callback, probe, steps=3, folder=tmp_path, data=data)
+    assert probe.moved(2) == 0 and probe.moved(3) > 50
+    assert all(torch.isfinite(t).all() for t in probe.after[3])
+    if mover is Routing:
+        assert torch.isfinite(callback._last).all() and (callback._last[:, TOKENS] == 2 * 2 * 16).all()  # 2 steps
 
 
 def test_sharded_strategies_are_refused(student, tmp_path):

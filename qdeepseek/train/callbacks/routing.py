@@ -205,6 +205,9 @@ class Routing(Callback):
         if trainer.global_step == self._step:  # inside an accumulation
             return
         self._step = trainer.global_step
+        skipped: Any = getattr(pl_module, "step_skipped", None)
+        if skipped is not None:  # a failed step moves nothing and is in no statistic
+            self._step_sums.masked_fill_(skipped > 0, 0)
         if self.bias_speed or self.temperature is not None:
             self._move(sum_over_ranks(self._step_sums))
         self._interval += self._step_sums
@@ -218,8 +221,9 @@ class Routing(Callback):
             for router, load_E in zip(routers, statistics.loads(sums_MS)[0]):
                 update_bias_(router.e_score_correction_bias, load_E, self.bias_speed)  # type: ignore[arg-type]
         if self.temperature is not None:
-            entropy_M = sums_MS[:, statistics.SCORE_ENTROPY] / sums_MS[:, statistics.TOKENS].clamp_min(1)
-            after = adapt(self._log_tau, entropy_M, self.temperature)
+            tokens_M = sums_MS[:, statistics.TOKENS]
+            entropy_M = sums_MS[:, statistics.SCORE_ENTROPY] / tokens_M.clamp_min(1)
+            after = torch.where(tokens_M > 0, adapt(self._log_tau, entropy_M, self.temperature), self._log_tau)
             for router, old, new in zip(routers, self._log_tau, after):
                 fold_(router.weight, old, new)  # type: ignore[arg-type]
             self._log_tau = after
