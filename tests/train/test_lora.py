@@ -31,7 +31,7 @@ OPTIM = OptimConfig(lr=1e-4, scale_lr=1e-4, warmup_steps=0, schedule="constant")
 def a_run(folder: Path, **method) -> SimpleNamespace:
     return SimpleNamespace(
         folder=folder, unquantised=folder, device=torch.device("cpu"), rotates=False,
-        model=SimpleNamespace(path="the/base"), method=MethodConfig(**{"start": "base", **method}),
+        model=SimpleNamespace(path="the/base"), methods={}, method=MethodConfig(**{"start": "base", **method}),
     )  # fmt: skip
 
 
@@ -264,6 +264,13 @@ def test_wrong_targets_are_refused_before_training(tmp_path, target):
     config = composed("run_dir=x", "method/lora=default", f"method.lora.targets=[{target}]", f"run_dir={tmp_path}")
     with pytest.raises(ConfigError, match=rf"method\.lora\.targets: '{target}' means nothing .*of attention, mlp"):
         qat.check(qat.Run.from_config(config))
+
+
+@pytest.mark.parametrize("choice", ["compensation=cage", "compensation=lsq", "precision=scheduler"])
+def test_methods_that_need_the_weights_gradients_are_refused_before_training(tmp_path, choice):
+    run = qat.Run.from_config(composed("method/lora=default", f"method/{choice}", f"run_dir={tmp_path}"))
+    with pytest.raises(ConfigError, match=f"method.{choice.split('=')[0]} works with the gradients of .*freezes; set"):
+        methods.check({"lora": run.methods["lora"]}, run, run.load("base"))
 
 
 @pytest.mark.parametrize(

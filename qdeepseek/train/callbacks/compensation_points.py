@@ -46,7 +46,7 @@ def find_points(model: nn.Module) -> list[Point]:
     for name, module in model.named_modules():
         if part_of(name, module) in ("vision", "aligner", "mtp"):
             continue
-        short = _EXPERT_NUMBER.sub(".experts", name)
+        short = _EXPERT_NUMBER.sub(".experts", name).replace(".base_layer", "")  # put in by adapters of peft
         if module is embedding:
             found.append(Point("embedding", short, module, 1))
         elif is_fused_experts(module):

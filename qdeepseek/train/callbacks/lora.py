@@ -23,9 +23,13 @@ from qdeepseek.layers import WeightQuantizer
 from qdeepseek.layers.low_rank import low_rank_norm
 from qdeepseek.surgery import initialize_quantizers, quantized_tensors
 from qdeepseek.train import adapters
+from qdeepseek.train.callbacks.compensation_cage import Cage
+from qdeepseek.train.callbacks.compensation_lsq import ScaleGradients
+from qdeepseek.train.callbacks.precision import Precision
 from qdeepseek.train.config import ConfigError, OptimConfig
 
 STAGES = ("both", "qat")
+NEED_WEIGHTS: dict[str, tuple[type, ...]] = {"compensation": (Cage, ScaleGradients), "precision": (Precision,)}
 
 
 class LoRA(Callback):
@@ -75,6 +79,12 @@ class LoRA(Callback):
     def check(self, run: Any, model: nn.Module) -> None:
         """Raises ConfigError for targets or an adapter that cannot work, before any training."""
         adapters.targets_of(model, self.targets)
+        for group, kinds in NEED_WEIGHTS.items():
+            if isinstance(run.methods.get(group), kinds):
+                raise ConfigError(
+                    f"method.{group} works with the gradients of the quantised weights themselves, which method.lora "
+                    f"freezes; set method/{group}=off or method/lora=off"
+                )
         if self.adapter is None:
             return
         adapters.check_folder(self.adapter, self.rank, self.alpha)
