@@ -58,6 +58,11 @@ class Report:
         return cls(metrics, text, read_curves(run, begun), LoadMap.from_folder(run), levels)
 
     @property
+    def part(self) -> str:
+        """The held-out part that was scored."""
+        return str(self.metrics.get("facts", {}).get("evaluated_on", "report"))
+
+    @property
     def schemes(self) -> Mapping[str, words.Entry]:
         return self.metrics["schemes"]
 
@@ -222,7 +227,7 @@ def _how(report: Report, entry: words.Entry) -> str:
     if seconds:
         total = f"{words.duration(sum(seconds.values()))} in all."
         how += page.section("Where the time went", total, page.seconds_table(seconds))
-    return how + page.section("How to read the numbers", "", page.notes_list(words.reading_notes(entry)))
+    return how + page.section("How to read the numbers", "", page.notes_list(words.reading_notes(entry, report.part)))
 
 
 def render_markdown(report: Report) -> str:
@@ -250,7 +255,7 @@ def render_markdown(report: Report) -> str:
         lines += ["## Run", "", *(f"- {n}: {v}" for n, v in facts), ""]
     if seconds:
         lines += ["## Time", "", *_table(["stage", "time"], [[s, words.duration(t)] for s, t in seconds.items()])]
-    lines += ["## How to read the numbers", "", *(f"- {n}" for n in words.reading_notes(entry)), ""]
+    lines += ["## How to read the numbers", "", *(f"- {n}" for n in words.reading_notes(entry, report.part)), ""]
     return "\n".join(lines)
 
 

@@ -167,12 +167,13 @@ def recovered(entry: Entry) -> list[str]:
     return found
 
 
-def reading_notes(entry: Entry) -> list[str]:
-    """How the numbers were made, for the foot of a report."""
+def reading_notes(entry: Entry, part: str = "report") -> list[str]:
+    """How the numbers were made, for the foot of a report; `part` is what was scored, report or select."""
     held_out = entry["held_out"]
+    use = "nothing was chosen on them" if part == "report" else "of the select part, on which choices are made"
     return [
         f"All columns are scored on the same {held_out['tokens']:,} held-out tokens of {held_out['units']:,} "
-        f"{held_out['unit']}s; nothing was chosen on them.",
+        f"{held_out['unit']}s; {use}.",
         f"Intervals are 95\u00a0% percentile intervals of {held_out['resamples']:,} bootstrap resamples of "
         f"{held_out['unit']}s, paired across columns.",
         "FP_ft is the unquantised model fine-tuned on the same number of tokens. Gap recovered is "

@@ -189,3 +189,13 @@ def test_loads_of_experts_are_drawn_where_they_were_measured(tmp_path, layers, e
         assert 0 <= x <= width and 0 <= y <= height
     amber = [r for r in root.iterfind(".//{*}rect") if "var(--c-rtn)" in (r.get("stroke"), r.get("fill"))]
     assert len(amber) == (2 if teacher else 1) and "1 expert without a token" in html
+
+
+def test_the_report_says_which_part_was_scored(tmp_path):
+    run = invented_run(tmp_path)
+    assert "nothing was chosen on them" in write_report(run).read_text()
+    metrics = json.loads((run / "metrics.json").read_text())
+    metrics["facts"]["evaluated_on"] = "select"
+    (run / "metrics.json").write_text(json.dumps(metrics))
+    text = write_report(run).read_text()
+    assert "of the select part, on which choices are made" in text and "nothing was chosen" not in text
