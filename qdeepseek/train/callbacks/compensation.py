@@ -20,6 +20,7 @@ from torch import Tensor
 
 from qdeepseek.compensate.history import observe_, update_
 from qdeepseek.compensate.tokens import Compensated, Tokens
+from qdeepseek.routing.ranks import sum_over_ranks
 from qdeepseek.train.callbacks.compensation_points import Point, find_points, place_hooks
 
 
@@ -83,9 +84,7 @@ class GradientCompensation(Callback):
             return
         self._step = trainer.global_step
         if self.rule.statistics:
-            total = trainer.strategy.reduce(self._observed, reduce_op="sum")
-            assert isinstance(total, Tensor)
-            update_(self.usual, total, self.decay)
+            update_(self.usual, sum_over_ranks(self._observed), self.decay)
             self._observed.zero_()
         if self._step % self.log_every == 0:
             self._log(pl_module)
