@@ -19,6 +19,7 @@ from qdeepseek.surgery import Recipe, prepare
 from qdeepseek.train import qat
 from qdeepseek.train.callbacks.balance import LossFreeBalance
 from qdeepseek.train.callbacks.compensation_cage import Cage
+from qdeepseek.train.callbacks.compensation_seed import SeedCompensation
 from qdeepseek.train.callbacks.fake_quant import FakeQuant
 from qdeepseek.train.callbacks.guard import Guard, NonFiniteError, step_flags
 from qdeepseek.train.callbacks.precision import on_spikes
@@ -170,10 +171,12 @@ def test_a_fault_of_the_backward_raises_the_group(student, tmp_path):
     forward = module.forward
     plant = Plant(3, lambda _: setattr(module, "forward", lambda x: forward(Back.apply(x))))
     heal = Plant(4, lambda _: setattr(module, "forward", lambda x: forward(Back.apply(x))))
+    compensation = SeedCompensation()
     with pytest.warns(UserWarning, match="step 3 had a non-finite gradient norm"):
-        fit(student, guard, scheduler, plant, heal, steps=4, folder=tmp_path)
+        fit(student, guard, scheduler, compensation, plant, heal, steps=4, folder=tmp_path)
     assert scheduler.calls == ((name, 3, torch.inf), (name, 4, torch.inf))  # the second is read at the end of the fit
     assert [e["where"] for e in guard.events] == ["backward"] * 2 and guard.events[0]["raised"]
+    assert compensation._counts[0, 0] == 4, "the backward of a replay must not count"
 
 
 def test_an_inf_in_a_weight_is_restored_and_training_goes_on(student, tmp_path):

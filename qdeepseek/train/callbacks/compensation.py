@@ -44,6 +44,7 @@ class GradientCompensation(Callback):
         self._remove: list[Callable[[], Any]] = []
         self._saved: Tensor | None = None
         self._step = 0
+        self._counting = False
         self.usual = self._observed = self._counts = torch.empty(0)
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -72,12 +73,20 @@ class GradientCompensation(Callback):
         rows = self._rows[number]
         g = grad.to(torch.promote_types(grad.dtype, torch.float32))
         result = self.rule(self.points[number].kind, g, tokens, self.usual[rows])
+        if not self._counting:  # a guard runs a failed step again
+            return result.grad.to(grad.dtype)
         present = (tokens.rows(g) > 0).float()
         observe_(self._observed[rows], result.observed, present)
         self._counts[rows] += (
             torch.stack([torch.ones_like(present), result.fired, result.factor], -1) * present[:, None]
         )
         return result.grad.to(grad.dtype)
+
+    def on_before_backward(self, *args: Any) -> None:
+        self._counting = True
+
+    def on_after_backward(self, *args: Any) -> None:
+        self._counting = False
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
         if trainer.global_step == self._step:  # inside an accumulation
