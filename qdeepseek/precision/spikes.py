@@ -74,7 +74,8 @@ class SpikeScheduler:
 
     def __init__(self, rule: SpikeRule, tops: Sequence[int], steps: int):
         self.rule, self.tops = rule, tuple(tops)
-        self.end = steps - math.ceil(rule.target_share * steps)  # from this step on the map does not move
+        # a decision holds from the next step on: what lowers everything for the last part is made one step before it
+        self.end = steps - math.ceil(rule.target_share * steps) - (rule.finalize == "target")
         self.most = max(1, int(rule.budget * len(tops)))
         self.rungs = [0] * len(tops)
         self.ratios = [0.0] * len(tops)

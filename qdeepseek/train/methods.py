@@ -17,7 +17,8 @@ from lightning.pytorch.callbacks import Callback
 
 from qdeepseek.train.config import ConfigError, OptimConfig
 
-GROUPS = ("compensation", "routing", "precision", "guard", "lora", "kv_cache")
+# guard before precision: it runs a failed step again, at the levels at which it failed
+GROUPS = ("compensation", "routing", "guard", "precision", "lora", "kv_cache")
 
 
 def split(method: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

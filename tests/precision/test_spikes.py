@@ -58,7 +58,8 @@ class Naive:
             history.append(s)
         before = len(self.changes)
         raised = [i for i in range(len(self.tops)) if self.rung(i)]
-        if step >= self.steps - math.ceil(self.rule.target_share * self.steps):
+        early = self.rule.finalize == "target"  # what is decided now holds from the next step on
+        if step + early >= self.steps - math.ceil(self.rule.target_share * self.steps):
             if self.rule.finalize == "target":
                 self.changes += [(step, i, self.rung(i), 0, "end") for i in raised]
             return self.changes[before:]

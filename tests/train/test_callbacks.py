@@ -1,15 +1,19 @@
 """Callbacks in real fits of a tiny model: routers are balanced, fake-quant waits, the teacher stays outside."""
 
 import copy
+from types import SimpleNamespace
 
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from qdeepseek.layers import WeightQuantizer
 from qdeepseek.surgery import Recipe, prepare
 from qdeepseek.train.callbacks.balance import LossFreeBalance
+from qdeepseek.train.callbacks.compensation_relative import RelativeCompensation
 from qdeepseek.train.callbacks.fake_quant import FakeQuant
+from qdeepseek.train.callbacks.precision import on_spikes
 from qdeepseek.train.config import ConfigError, OptimConfig
 from qdeepseek.train.datamodule import TokenDataModule
 from qdeepseek.train.module import FineTune
@@ -164,3 +168,19 @@ def test_deferred_scale_gradients_train_the_same_scales(tiny_model, cache, monke
     # Adam's first step is the sign of the gradient: where that is almost zero, rounding decides it
     same = (moved[0] - moved[1]).abs() <= 1e-2 * moved[1].abs() + 1e-7
     assert same.float().mean() > 0.995, same.float().mean()
+
+
+def test_sums_over_ranks_have_no_barrier(tiny_model, monkeypatch, tmp_path):
+    """Lightning's strategy.reduce begins with a barrier, for which the host waits for the device in every step."""
+
+    def reduce(*args, **kwargs):
+        raise AssertionError("strategy.reduce in a step")
+
+    monkeypatch.setattr(SingleDeviceStrategy, "reduce", reduce)
+    recipe = Recipe.from_config(composed("run_dir=x")["quant"])
+    prepare(tiny_model, recipe)
+    precision = on_spikes(warmup=1)
+    precision.attach(
+        SimpleNamespace(folder=tmp_path, qat_steps=2, wandb=None, method=SimpleNamespace(delay_steps=0)), tiny_model
+    )
+    fit(FineTune(tiny_model, OptimConfig(lr=1e-4), 2), [LossFreeBalance(), RelativeCompensation(), precision], steps=2)

@@ -164,13 +164,14 @@ def test_hooks_leave_with_the_fit_and_validation_is_untouched(tiny_model):
     assert callback._remove == []
 
 
-def test_cage_pulls_once_a_step_by_the_rate_of_that_step(tiny_model):
+@pytest.mark.parametrize("cache", [False, True])
+def test_cage_pulls_once_a_step_by_the_rate_of_that_step(tiny_model, cache):
     """Against a fit without it: after the first step, w = w' - lr * lambda * (w' - Q(w')), w' of plain Adam."""
     models = [student(copy.deepcopy(tiny_model)) for _ in range(2)]
     ends = []
     for model, callbacks in zip(models, ([], [Cage(strength=30.0, silence=0.0, ramp=False)]), strict=True):
         optim = OptimConfig(lr=1e-2, warmup_steps=0, schedule="constant")
-        fit(FineTune(model, optim, 1), callbacks, steps=1, accumulate=2)
+        fit(FineTune(model, optim, 1), [FakeQuant(cache=cache), *callbacks], steps=1, accumulate=2)
         ends.append({t.name: t for t in quantized_tensors(model)})
     for name, plain in ends[0].items():
         w = plain.weight.detach()

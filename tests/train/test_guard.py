@@ -6,6 +6,7 @@ import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import lightning as L
 import pytest
@@ -18,11 +19,14 @@ from qdeepseek.surgery import Recipe, prepare
 from qdeepseek.train import qat
 from qdeepseek.train.callbacks.balance import LossFreeBalance
 from qdeepseek.train.callbacks.compensation_cage import Cage
+from qdeepseek.train.callbacks.compensation_seed import SeedCompensation
 from qdeepseek.train.callbacks.fake_quant import FakeQuant
 from qdeepseek.train.callbacks.guard import Guard, NonFiniteError, step_flags
+from qdeepseek.train.callbacks.precision import on_spikes
 from qdeepseek.train.callbacks.routing import Routing
 from qdeepseek.train.config import ConfigError, OptimConfig
 from qdeepseek.train.datamodule import TokenDataModule
+from qdeepseek.train.methods import GROUPS
 from qdeepseek.train.module import FineTune
 from tests.train.test_callbacks import Rows, collate
 from tests.train.test_config import composed
@@ -167,10 +171,12 @@ def test_a_fault_of_the_backward_raises_the_group(student, tmp_path):
     forward = module.forward
     plant = Plant(3, lambda _: setattr(module, "forward", lambda x: forward(Back.apply(x))))
     heal = Plant(4, lambda _: setattr(module, "forward", lambda x: forward(Back.apply(x))))
+    compensation = SeedCompensation()
     with pytest.warns(UserWarning, match="step 3 had a non-finite gradient norm"):
-        fit(student, guard, scheduler, plant, heal, steps=4, folder=tmp_path)
+        fit(student, guard, scheduler, compensation, plant, heal, steps=4, folder=tmp_path)
     assert scheduler.calls == ((name, 3, torch.inf), (name, 4, torch.inf))  # the second is read at the end of the fit
     assert [e["where"] for e in guard.events] == ["backward"] * 2 and guard.events[0]["raised"]
+    assert compensation._counts[0, 0] == 4, "the backward of a replay must not count"
 
 
 def test_an_inf_in_a_weight_is_restored_and_training_goes_on(student, tmp_path):
@@ -222,6 +228,28 @@ def test_a_fault_that_does_not_come_back(student, tmp_path):
     with pytest.warns(UserWarning, match="did not show again"):
         fit(student, guard, steps=3, folder=tmp_path)
     assert [e["module"] for e in guard.events] == [None]
+
+
+def test_a_failed_step_is_run_again_at_the_levels_at_which_it_failed(student, tmp_path):
+    """The scheduler, which sees the same failed gradients, raises groups only after the guard has found the module."""
+    data, name = data_module(), "model.layers.2.self_attn.o_proj"
+    bad, module = data.batch(3)["input_ids"], student.get_submodule(name)
+    reading = [False]
+
+    def read(_, args, kwargs):
+        reading[0] = torch.equal(kwargs["input_ids"], bad)
+
+    def fails_at_int4(_, args, y):
+        return y * torch.nan if reading[0] and module.weight_quantizer.level == "target" else y
+
+    student.base_model.register_forward_pre_hook(read, with_kwargs=True)
+    module.register_forward_hook(fails_at_int4)
+    own = {"precision": on_spikes(warmup=1, budget=1.0), "guard": Guard()}
+    run = SimpleNamespace(folder=tmp_path, qat_steps=8, wandb=None, method=SimpleNamespace(delay_steps=0))
+    own["precision"].attach(run, student)
+    with pytest.warns(UserWarning, match=rf"step 4 .* first in {name}"):
+        fit(student, None, *(own[g] for g in GROUPS if g in own), steps=6, folder=tmp_path, data=data)
+    assert own["guard"].events[0]["raised"] and module.weight_quantizer.level == "int8"
 
 
 @pytest.mark.parametrize("metric", ["adam", "identity"])

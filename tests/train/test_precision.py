@@ -116,10 +116,10 @@ def test_a_non_finite_gradient_and_a_guard_raise_and_the_end_lowers(tiny_model, 
 
     levels = Levels()
     callback = on_spikes(**{**QUICK, "warmup": 1, "lock": 100})
-    trained(tmp_path, tiny_model, callback, 8, [Burst({4: [EXPERTS]}, math.inf), Guard(), Skip(), levels])
+    trained(tmp_path, tiny_model, callback, 9, [Burst({4: [EXPERTS]}, math.inf), Guard(), Skip(), levels])
     assert answers == [True, False]
-    assert levels.of(OUT) == ["target"] * 2 + ["int8"] * 5 + ["target"]
-    assert levels.of(EXPERTS) == ["target"] * 6 + ["int8"] + ["target"]
+    assert levels.of(OUT) == ["target"] * 2 + ["int8"] * 5 + ["target"] * 2  # the last fifth: two whole steps
+    assert levels.of(EXPERTS) == ["target"] * 6 + ["int8"] + ["target"] * 2
     events = read_events(tmp_path, "precision")
     assert [(e["reason"], e["statistic"]) for e in events[:2]] == [("request", None), ("non-finite", None)]
     assert {(e["reason"], e["to"], e["step"]) for e in events[2:]} == {("end", "int4", 6)} and len(events) == 4

@@ -299,20 +299,20 @@ def test_wrong_configurations_are_refused(overrides, message):
         (["method/routing=entropy", "trainer.precision=16-mixed"], r"use bf16-mixed, or max_norm=null"),
     ],
 )
-def test_what_does_not_fit_the_run_is_refused(overrides, message, tiny_model):
+def test_what_does_not_fit_the_run_is_refused_before_training(overrides, message, tiny_model):
     run = Run.from_config(composed("run_dir=x", *overrides))
     with pytest.raises(ConfigError, match=message):
-        methods.attach(run.methods, run, tiny_model)
+        methods.check(run.methods, run, tiny_model)
 
 
-def test_what_does_not_fit_the_model_is_refused(tiny_model):
+def test_what_does_not_fit_the_model_is_refused_before_training(tiny_model):
     run = Run.from_config(composed("run_dir=x", "method/routing=bias"))
     for router in find_routers(tiny_model).values():
         del router.e_score_correction_bias
     with pytest.raises(ConfigError, match=r"has no e_score_correction_bias; use method/routing=entropy"):
-        methods.attach(run.methods, run, tiny_model)
+        methods.check(run.methods, run, tiny_model)
     with pytest.raises(ConfigError, match="the model has no router"):
-        methods.attach(run.methods, run, tiny_model.model.layers[0])
+        methods.check(run.methods, run, tiny_model.model.layers[0])
 
 
 # ---- two processes

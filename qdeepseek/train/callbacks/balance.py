@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from qdeepseek.routing.bias import update_bias_
 from qdeepseek.routing.load import expert_load, load_entropy, max_violation
+from qdeepseek.routing.ranks import sum_over_ranks
 
 
 class LossFreeBalance(Callback):
@@ -56,8 +57,7 @@ class LossFreeBalance(Callback):
         if trainer.global_step == self._step:  # inside an accumulation
             return
         self._step = trainer.global_step
-        load_ME = trainer.strategy.reduce(self._load_ME, reduce_op="sum")
-        assert isinstance(load_ME, Tensor)
+        load_ME = sum_over_ranks(self._load_ME)
         skipped = getattr(pl_module, "step_skipped", None)
         counted_ME = load_ME if skipped is None else load_ME * (1 - skipped)  # no load, no move: sign(0 − 0) = 0
         for load_E, router in zip(counted_ME, self.routers.values(), strict=True):

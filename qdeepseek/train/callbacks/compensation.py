@@ -20,6 +20,7 @@ from torch import Tensor
 
 from qdeepseek.compensate.history import observe_, update_
 from qdeepseek.compensate.tokens import Compensated, Tokens
+from qdeepseek.routing.ranks import sum_over_ranks
 from qdeepseek.train.callbacks.compensation_points import Point, find_points, place_hooks
 
 
@@ -43,6 +44,7 @@ class GradientCompensation(Callback):
         self._remove: list[Callable[[], Any]] = []
         self._saved: Tensor | None = None
         self._step = 0
+        self._counting = False
         self.usual = self._observed = self._counts = torch.empty(0)
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -71,6 +73,8 @@ class GradientCompensation(Callback):
         rows = self._rows[number]
         g = grad.to(torch.promote_types(grad.dtype, torch.float32))
         result = self.rule(self.points[number].kind, g, tokens, self.usual[rows])
+        if not self._counting:  # a guard runs a failed step again
+            return result.grad.to(grad.dtype)
         present = (tokens.rows(g) > 0).float()
         observe_(self._observed[rows], result.observed, present)
         self._counts[rows] += (
@@ -78,14 +82,18 @@ class GradientCompensation(Callback):
         )
         return result.grad.to(grad.dtype)
 
+    def on_before_backward(self, *args: Any) -> None:
+        self._counting = True
+
+    def on_after_backward(self, *args: Any) -> None:
+        self._counting = False
+
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
         if trainer.global_step == self._step:  # inside an accumulation
             return
         self._step = trainer.global_step
         if self.rule.statistics:
-            total = trainer.strategy.reduce(self._observed, reduce_op="sum")
-            assert isinstance(total, Tensor)
-            update_(self.usual, total, self.decay)
+            update_(self.usual, sum_over_ranks(self._observed), self.decay)
             self._observed.zero_()
         if self._step % self.log_every == 0:
             self._log(pl_module)

@@ -86,6 +86,7 @@ class Cage(Callback):
             if self.metric == "identity":
                 state = optimizer.state[w]
                 denominator = adam_denominator(state["exp_avg_sq"], state["step"], group["betas"][1], group["eps"])
+            tensor.quantizer.clear_cache()  # this hook runs before the one that tells the cache of the step
             w_hat = tensor.quantizer(w)
             if skipped is not None:
                 w_hat = torch.where(skipped > 0, w, w_hat)

@@ -36,6 +36,7 @@ from qdeepseek.precision import (
     SpikeScheduler,
     moments,
 )
+from qdeepseek.routing.ranks import sum_over_ranks
 from qdeepseek.surgery.fusion import FusionGroup, fusion_groups, keep_levels
 from qdeepseek.train.config import ConfigError, build
 from qdeepseek.train.events import EventLog
@@ -133,7 +134,7 @@ class Precision(Callback):
             sums, squares = self._read()
             changes = self.scheduler.observe(step, moments(sums, squares, self._counts), self._rounding)
             self._apply(changes)
-        self._pending = self._send(trainer, self._sums())
+        self._pending = self._send(self._sums())
         self._set_levels()  # also after somebody loaded an older state into the model
         if step % self.log_every == 0:
             pl_module.log("precision/raised_groups", float(sum(rung > 0 for rung in self.scheduler.rungs)))
@@ -153,9 +154,8 @@ class Precision(Callback):
         sums = torch.zeros(2, len(self.groups), dtype=torch.float64, device=total.device)
         return sums.index_add_(1, self._owner, torch.stack([total, norm.square_()]))
 
-    def _send(self, trainer: L.Trainer, sums: Tensor) -> Pending:
-        reduced = trainer.strategy.reduce(sums, reduce_op="sum")
-        assert isinstance(reduced, Tensor)
+    def _send(self, sums: Tensor) -> Pending:
+        reduced = sum_over_ranks(sums)  # Lightning's own puts a barrier before it, for which the host waits
         if reduced.device.type != "cuda":
             return reduced.cpu(), None
         host = torch.empty(reduced.shape, dtype=reduced.dtype, pin_memory=True)

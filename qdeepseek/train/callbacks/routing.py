@@ -91,9 +91,9 @@ class Routing(Callback):
 
     # ---- before the fit
 
-    def attach(self, run: Any, student: nn.Module) -> None:
-        """Check the configuration against model and run, and freeze router weights where asked."""
-        self._check(student)
+    def check(self, run: Any, model: nn.Module) -> None:
+        """Refuse what does not fit model or run, before anything is trained."""
+        self._check(model)
         if self.kl_weight and not run.method.distill_weight:
             raise ConfigError(
                 f"method.routing.kl_weight {self.kl_weight} compares with the teacher, which runs only for "
@@ -104,6 +104,9 @@ class Routing(Callback):
                 "method.routing.gradient.max_norm measures gradients, which trainer.precision 16-mixed scales; "
                 "use bf16-mixed, or max_norm=null"
             )
+
+    def attach(self, run: Any, student: nn.Module) -> None:
+        """Freeze router weights where asked."""
         if self.frozen:
             for router in find_routers(student).values():
                 router.requires_grad_(False)
