@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from lightning.pytorch.callbacks import Callback
 
-from qdeepseek.train import methods
+from qdeepseek.train import methods, qat
 from qdeepseek.train.config import ConfigError, OptimConfig
 from qdeepseek.train.qat import Run
 from tests.train.test_config import composed
@@ -62,3 +62,20 @@ def test_order_and_hooks():
     assert [c for c in calls if c[0] == "check"] == [("check", "lora"), ("check", "guard")]
     assert calls[:4] == [("attach", "lora"), ("attach", "guard"), ("finish", "guard"), ("finish", "lora")]
     assert methods.callbacks(parts) == [parts["routing"]]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["method/compensation=lsq", "quant.schemes.main.method.learned=false"], "recipe w4a16_g32 learns no scale"),
+        (
+            ["method/compensation=seed", "quant.rules.experts.scheme=null"],
+            "leaves model.layers.1.mlp.experts unquantised",
+        ),
+        (["method/lora=default", "method/routing=entropy"], "change router weights, which method.lora freezes"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_is_trained(overrides, message):
+    config = composed("run_dir=x", "quant.min_expert_share=0", *overrides)
+    with pytest.raises(ConfigError, match=message):
+        qat.check(Run.from_config(config))

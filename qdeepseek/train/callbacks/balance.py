@@ -31,7 +31,9 @@ class LossFreeBalance(Callback):
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.routers = {n: m for n, m in pl_module.named_modules() if hasattr(m, "e_score_correction_bias")}
         if not self.routers:
-            raise ValueError("method.balance: the model has no router with e_score_correction_bias; switch it off")
+            raise ValueError(
+                "method.balance_speed: the model has no router with e_score_correction_bias; set method.balance_speed=0"
+            )
         biases = [m.e_score_correction_bias for m in self.routers.values()]
         self._load_ME = torch.zeros(len(biases), len(biases[0]), device=pl_module.device)  # type: ignore[arg-type]
         for row, router in enumerate(self.routers.values()):

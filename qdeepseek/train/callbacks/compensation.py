@@ -21,7 +21,9 @@ from torch import Tensor
 from qdeepseek.compensate.history import observe_, update_
 from qdeepseek.compensate.tokens import Compensated, Tokens
 from qdeepseek.routing.ranks import sum_over_ranks
+from qdeepseek.surgery import is_fused_experts, plan
 from qdeepseek.train.callbacks.compensation_points import Point, find_points, place_hooks
+from qdeepseek.train.config import ConfigError
 
 
 class Rule(Protocol):
@@ -46,6 +48,16 @@ class GradientCompensation(Callback):
         self._step = 0
         self._counting = False
         self.usual = self._observed = self._counts = torch.empty(0)
+
+    def check(self, run: Any, model: torch.nn.Module) -> None:
+        """Raises ConfigError for fused experts that stay unquantised, which no hook reaches, before anything is trained."""
+        tensors = plan(model, run.recipe).tensors
+        for name, module in model.named_modules():
+            if is_fused_experts(module) and tensors.get(f"{name}.down_proj") is None:
+                raise ConfigError(
+                    f"method.compensation: recipe {run.recipe.name} leaves {name} unquantised, and gradients inside of fused "
+                    f"experts are reached through their quantisers; give it a scheme, or set method/compensation=off"
+                )
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.points = find_points(pl_module.model)  # type: ignore[arg-type]

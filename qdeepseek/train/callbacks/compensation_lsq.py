@@ -15,6 +15,7 @@ from torch import Tensor
 
 from qdeepseek.compensate.lsq import normalise
 from qdeepseek.surgery.prepare import QuantizedTensor, quantized_tensors
+from qdeepseek.train.config import ConfigError
 
 
 class ScaleGradients(Callback):
@@ -27,6 +28,15 @@ class ScaleGradients(Callback):
         self._tensors: list[QuantizedTensor] = []
         self._counts = torch.empty(0)
         self._step = 0
+
+    def check(self, run: Any, model: torch.nn.Module) -> None:
+        """Raises ConfigError for a recipe without learned scales, before anything is trained."""
+        schemes = [rule.scheme for rule in run.recipe.rules if rule.scheme is not None]
+        if not any(scheme.method.learned for scheme in schemes):
+            raise ConfigError(
+                f"method.compensation: recipe {run.recipe.name} learns no scale, so there is no gradient to bound; set "
+                f"quant.schemes.main.method.learned=true, or method/compensation=off"
+            )
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         quantised = quantized_tensors(pl_module.model)  # type: ignore[arg-type]

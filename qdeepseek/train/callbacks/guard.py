@@ -82,7 +82,9 @@ class Guard(Callback):
 
     def __init__(self, patience: int = 3, restore: bool = True, log_every: int = 50):
         if patience < 1 or log_every < 1:
-            raise ValueError(f"patience {patience} and log_every {log_every} must be at least 1")
+            raise ValueError(
+                f"patience {patience} and log_every {log_every} must be at least 1; off is method/guard=off"
+            )
         self.patience, self.restore, self.log_every = patience, restore, log_every
         self.skipped = self.backoffs = self.row = 0
         self.restored_at: int | None = None

@@ -99,6 +99,11 @@ class Routing(Callback):
                 f"method.routing.kl_weight {self.kl_weight} compares with the teacher, which runs only for "
                 f"method.distill_weight above 0; set that, or kl_weight=0"
             )
+        if "lora" in run.methods and (self.entropy is not None or self.temperature is not None):
+            raise ConfigError(
+                "method.routing: an entropy loss and a temperature change router weights, which method.lora freezes; set "
+                "method/routing=observe, bias or off, or method/lora=off"
+            )
         if self.limit is not None and self.limit.max_norm is not None and run.trainer.precision == "16-mixed":
             raise ConfigError(
                 "method.routing.gradient.max_norm measures gradients, which trainer.precision 16-mixed scales; "
