@@ -70,7 +70,7 @@ def test_order_and_hooks():
         (["method/compensation=lsq", "quant.schemes.main.method.learned=false"], "recipe w4a16_g32 learns no scale"),
         (
             ["method/compensation=seed", "quant.rules.experts.scheme=null"],
-            "leaves model.layers.1.mlp.experts unquantised",
+            "leaves model.layers.1.mlp.experts",
         ),
         (["method/lora=default", "method/routing=entropy"], "change router weights, which method.lora freezes"),
     ],

@@ -50,13 +50,13 @@ class GradientCompensation(Callback):
         self.usual = self._observed = self._counts = torch.empty(0)
 
     def check(self, run: Any, model: torch.nn.Module) -> None:
-        """Raises ConfigError for fused experts that stay unquantised, which no hook reaches, before anything is trained."""
+        """Raises ConfigError for fused experts that stay unquantised: no hook reaches into them."""
         tensors = plan(model, run.recipe).tensors
         for name, module in model.named_modules():
             if is_fused_experts(module) and tensors.get(f"{name}.down_proj") is None:
                 raise ConfigError(
-                    f"method.compensation: recipe {run.recipe.name} leaves {name} unquantised, and gradients inside of fused "
-                    f"experts are reached through their quantisers; give it a scheme, or set method/compensation=off"
+                    f"method.compensation: recipe {run.recipe.name} leaves {name} unquantised, and gradients inside of "
+                    f"fused experts are reached through quantisers; give it a scheme, or set method/compensation=off"
                 )
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -101,8 +101,8 @@ class Routing(Callback):
             )
         if "lora" in run.methods and (self.entropy is not None or self.temperature is not None):
             raise ConfigError(
-                "method.routing: an entropy loss and a temperature change router weights, which method.lora freezes; set "
-                "method/routing=observe, bias or off, or method/lora=off"
+                "method.routing: entropy loss and temperature change router weights, which method.lora freezes; "
+                "set method/routing=observe, bias or off, or method/lora=off"
             )
         if self.limit is not None and self.limit.max_norm is not None and run.trainer.precision == "16-mixed":
             raise ConfigError(
