@@ -43,12 +43,19 @@ def row_of(run: Path) -> dict[str, Any]:
     return row
 
 
-def write_rows(runs: Iterable[Path], file: Path, command: str) -> list[dict[str, Any]]:
-    """Rows of `runs`, in the order of VARIANTS, into `file`."""
+SWEEPS = {"w4a16_g32": "ablation", "w4a4": "ablation_w4a4"}  # scheme -> the experiment that runs it
+
+
+def write_rows(runs: Iterable[Path], file: Path) -> list[dict[str, Any]]:
+    """Rows of `runs`, in the order of VARIANTS, into `file`, with the commands that made them."""
     rows = [row_of(run) for run in runs]
     order = {name: i for i, name in enumerate(VARIANTS)}
     rows.sort(key=lambda r: (r["scheme"], order.get(r["variant"], len(order)), r["variant"], r["seed"]))
     commits = sorted({r["commit"] for r in rows})
+    command = "; ".join(
+        f"python train.py --multirun experiment={SWEEPS.get(s, 'ablation quant=' + s)}"
+        for s in dict.fromkeys(r["scheme"] for r in rows)
+    )
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps({"command": command, "commit": ", ".join(commits), "rows": rows}, indent=1) + "\n")
     return rows

@@ -294,8 +294,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for run in args.run:
         print(write_report(run))
     if args.ablation:
-        command = "python train.py experiment=ablation; python -m eval.report … --ablation " + args.ablation.as_posix()
-        rows = ablation.write_rows(args.run, args.ablation, command)
+        rows = ablation.write_rows(args.run, args.ablation)
         print("\n".join(_table(ablation.HEAD, ablation.table_rows(rows))))
 
 

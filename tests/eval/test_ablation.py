@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from eval import ablation
+from eval import ablation, report
 from eval.ablation import row_of, table_rows
 from tests.eval.invented_run import invented_run
 from tests.train.test_config import CONF, composed
@@ -22,10 +22,16 @@ def finished(folder: Path, variant: str | None, seed: int, loss: float) -> Path:
     metrics["facts"] |= {"steps": {"fp_ft": 20, "qat": 10}, "evaluated_on": "select", "commit": "abc"}
     (folder / "metrics.json").write_text(json.dumps(metrics))
     OmegaConf.save(OmegaConf.create({"variant": variant, "seed": seed}), folder / "config.yaml")
-    (folder / "routing.json").write_text(json.dumps({"intervals": [
-        {"load_entropy_normalised": [0.0, 0.0], "unused_experts": [7, 7]},
-        {"load_entropy_normalised": [0.9, 0.8], "unused_experts": [1, 2]},
-    ]}))  # fmt: skip
+    first = {"load_entropy_normalised": [0.0, 0.0], "unused_experts": [7, 7], "step": 5, "topk_changed": [None, None]}
+    last = {"load_entropy_normalised": [0.9, 0.8], "unused_experts": [1, 2], "step": 10, "topk_changed": [None, None]}
+    routing = {
+        "experts": 8,
+        "top_k": 2,
+        "layers": [1, 2],
+        "intervals": [first, last],
+        "load": {"qat": [[0.125] * 8] * 2},
+    }
+    (folder / "routing.json").write_text(json.dumps(routing))
     return folder
 
 
@@ -57,3 +63,13 @@ def test_every_variant_composes_with_its_own_name():
     for name in names:
         config = composed(f"variant={name}", "run_dir=x")
         assert config["variant"] == name and config["method"]["routing"], name
+
+
+def test_the_report_program_collects_a_sweep(tmp_path, capsys):
+    runs = [finished(tmp_path / v, v, 0, loss) for v, loss in (("cage", 1.02), ("base", 1.05))]
+    file = tmp_path / "docs" / "ablation.json"
+    report.main([*map(str, runs), "--ablation", str(file)])
+    found = json.loads(file.read_text())
+    assert [row["variant"] for row in found["rows"]] == ["base", "cage"]
+    assert found["command"] == "python train.py --multirun experiment=ablation" and found["commit"] == "abc"
+    assert "| w4a16_g32 | cage | 1 | +0.0200 | -0.0300 |" in capsys.readouterr().out
