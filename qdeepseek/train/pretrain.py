@@ -12,6 +12,7 @@ from qdeepseek.train.callbacks.balance import LossFreeBalance
 from qdeepseek.train.config import MethodConfig, OptimConfig, build
 from qdeepseek.train.data import DataConfig, build_data
 from qdeepseek.train.loggers import LoggerConfig, loggers, wandb_logger
+from qdeepseek.train.methods import split
 from qdeepseek.train.models import ModelConfig, load_model, load_tokenizer
 from qdeepseek.train.module import FineTune
 from qdeepseek.train.provenance import git_commit
@@ -28,7 +29,7 @@ def pretrain(config: dict[str, Any], folder: Path) -> Path:
     model = load_model(model_config)
     data = build_data(data_config, tokenizer, model.config, config["seed"])
     module = FineTune(model, build(OptimConfig, config["optim"], "optim"), trainer_config.steps, stage="pretrain")
-    speed = build(MethodConfig, config["method"], "method").balance_speed
+    speed = build(MethodConfig, split(config["method"])[0], "method").balance_speed
     wandb = wandb_logger(build(LoggerConfig, config["logger"], "logger"), folder, config)
     trainer = build_trainer(
         trainer_config,

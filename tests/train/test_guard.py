@@ -245,7 +245,7 @@ def test_a_failed_step_is_run_again_at_the_levels_at_which_it_failed(student, tm
     student.base_model.register_forward_pre_hook(read, with_kwargs=True)
     module.register_forward_hook(fails_at_int4)
     own = {"precision": on_spikes(warmup=1, budget=1.0), "guard": Guard()}
-    run = SimpleNamespace(folder=tmp_path, qat_steps=8, wandb=None, method=SimpleNamespace(delay_steps=0))
+    run = SimpleNamespace(folder=tmp_path, qat_steps=20, wandb=None, method=SimpleNamespace(delay_steps=0))
     own["precision"].attach(run, student)
     with pytest.warns(UserWarning, match=rf"step 4 .* first in {name}"):
         fit(student, None, *(own[g] for g in GROUPS if g in own), steps=6, folder=tmp_path, data=data)
