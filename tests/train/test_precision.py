@@ -212,7 +212,7 @@ LIVELY = ["method.precision.raise_at=3", "method.precision.lower_at=2", "method.
 
 @pytest.mark.slow
 def test_killed_anywhere_and_resumed_takes_the_same_decisions(tmp_path, tiny_folder, text_rows):
-    spikes = Burst({2: [EXPERTS], 3: [OUT], 5: [OUT, EXPERTS], 7: ["model.layers.0.mlp.down_proj"]}, 10.0)
+    spikes = Burst({2: [EXPERTS], 3: [OUT], 4: ["model.layers.0.mlp.down_proj"], 5: [OUT, EXPERTS]}, 10.0)
 
     def run(name, kill=None):
         callbacks = [spikes] if kill is None else [spikes, KillAt(kill)]
