@@ -6,14 +6,12 @@ A table stands between `<!-- name -->` and `<!-- /name -->`. `--run FOLDER` firs
 
 import argparse
 import json
-import math
 import re
-import statistics
 import sys
 from pathlib import Path
 from typing import Any
 
-from eval.ablation import HEAD, table_rows
+from eval.ablation import HEAD, mean_se, table_rows
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs" / "results"
@@ -79,11 +77,6 @@ def main_job(data: dict[str, Any]) -> str:
             f"`{data['metrics']['facts']['commit']}`; {held['tokens']:,} held-out tokens of {held['units']} "
             f"{held['unit']}s, 95 % bootstrap intervals over {held['unit']}s; {minutes:.1f} minutes.")  # fmt: skip
     return table(head, rows) + "\n\n" + note
-
-
-def mean_se(values: list[float]) -> tuple[float, float]:
-    se = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
-    return statistics.mean(values), se
 
 
 def by_seed(rows: list[dict[str, Any]], scheme: str, method: str, key: str) -> dict[int, float]:

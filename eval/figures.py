@@ -227,7 +227,7 @@ def heat_map(title: str, maps: Sequence[tuple[str, ErrorMap]]) -> str:
         x0, y0 = (left + i * (width + gap), 0.0) if beside else (float(left), i * (block + 10))
         body += _block(name, m, parts, (x0, y0), (cell, pitch), top, labels=not beside or i == 0)
     height = (block if beside else len(maps) * (block + 10)) + 30
-    body += _scale(left, height - 18, top)
+    body += colour_scale(left, height - 18, "error", f"0 to {100 * top:.1f} %")
     worst = "; ".join(f"{name_of(name)} up to {100 * m.largest:.1f} percent" for name, m in maps)
     return svg(body, height, title, f"Relative error for {len(parts)} parts of {deepest} layers: {worst}.")
 
@@ -306,9 +306,10 @@ def group_label(group: str) -> str:
     return f"{layer} {shared}{leaf}".strip()
 
 
-def _scale(x: float, y: float, top: float) -> str:
-    body = text(x - 10, y + 11, "error", "small", "end")
+def colour_scale(x: float, y: float, name: str, ends: str) -> str:
+    """The shades of a heat map from 0 to its largest value, with the quantity's name before and its ends after."""
+    body = text(x - 10, y + 11, name, "small", "end")
     for i in range(20):
         body += (f'<rect x="{x + i * 7:.1f}" y="{y:.1f}" width="7.2" height="12" fill="var(--heat)" '
                  f'fill-opacity="{0.05 + 0.95 * (i + 0.5) / 20:.3f}"/>')  # fmt: skip
-    return body + text(x + 148, y + 11, f"0 to {100 * top:.1f} %", "small")
+    return body + text(x + 148, y + 11, ends, "small")

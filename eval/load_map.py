@@ -11,7 +11,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from eval.figures import WIDTH, svg, text
+from eval.figures import WIDTH, colour_scale, svg, text
 from eval.words import name_of, number, percent
 
 LEFT, ROOM = 62, WIDTH - 62 - 8
@@ -76,7 +76,7 @@ def load_map(title: str, found: LoadMap) -> str:
     every = max(1, -(-22 // int(max(1, w))))
     for e in range(0, found.experts, every):
         body += text(LEFT + (e + 0.5) * w, bottom + 6, str(e), "small", "middle")
-    body += _scale(LEFT, bottom + 18, top)
+    body += colour_scale(LEFT, bottom + 18, "load", f"0 to {number(top, 2)}; in amber: no token")
     counts = "; ".join(f"{name_of(m)}: {_experts(found.unused(m))} without a token, largest load "
                        f"{number(max(r for layer in rows for r in layer), 2)} times the even one"
                        for m, rows in found.relative.items())  # fmt: skip
@@ -112,11 +112,3 @@ def _block(found: LoadMap, model: str, y0: float, cell: tuple[float, float], top
                 classes = "small inverse" if load / top > 0.72 else "small dark"
                 body += text(LEFT + (e + 0.5) * w, y + h / 2 + 4, f"{load:.2f}", classes, "middle")
     return body
-
-
-def _scale(x: float, y: float, top: float) -> str:
-    body = text(x - 10, y + 11, "load", "small", "end")
-    for i in range(20):
-        body += (f'<rect x="{x + i * 7:.1f}" y="{y:.1f}" width="7.2" height="12" fill="var(--heat)" '
-                 f'fill-opacity="{0.05 + 0.95 * (i + 0.5) / 20:.3f}"/>')  # fmt: skip
-    return body + text(x + 148, y + 11, f"0 to {number(top, 2)}; in amber: no token", "small")

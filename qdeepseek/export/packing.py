@@ -85,8 +85,12 @@ def unpack_zero_point(words_WG: Tensor, bits: int, rows: int) -> Tensor:
 
 
 def _check(tensor: Tensor, dtype: torch.dtype, bits: int) -> None:
-    if sys.byteorder != "little":
-        raise NotImplementedError("packing views bytes as words and needs a little-endian machine")
+    if (
+        sys.byteorder != "little"
+    ):  # the format is little-endian words; no machine that trains or serves these is another
+        raise NotImplementedError(
+            f"packing views bytes as words; byte order {sys.byteorder} is not little: export on x86 or ARM"
+        )
     if not 1 <= bits <= 8:
         raise ValueError(f"bits {bits} cannot be packed: compressed-tensors packs 1 to 8 bits")
     if tensor.ndim != 2 or tensor.dtype != dtype:
