@@ -85,9 +85,8 @@ def unpack_zero_point(words_WG: Tensor, bits: int, rows: int) -> Tensor:
 
 
 def _check(tensor: Tensor, dtype: torch.dtype, bits: int) -> None:
-    if (
-        sys.byteorder != "little"
-    ):  # the format is little-endian words; no machine that trains or serves these is another
+    if sys.byteorder != "little":
+        # the format is little-endian words, and no big-endian host trains or serves these models
         raise NotImplementedError(
             f"packing views bytes as words; byte order {sys.byteorder} is not little: export on x86 or ARM"
         )
