@@ -54,8 +54,9 @@ def finish(run: qat.Run, student: Any) -> None:
     retention = compare.retention(run, comparison, folder)
     layers = {run.recipe.name: {"weights": comparison.weights, "hidden": comparison.hidden}}
     metrics = run_metrics(
-        [retention], coverage=coverage.to_dict(), seconds=run.seconds, layers=layers, facts=qat.facts(run)
-    )
+        [retention], coverage=coverage.to_dict(), seconds=run.seconds, cpu_seconds=run.cpu_seconds, layers=layers,
+        facts=qat.facts(run),
+    )  # fmt: skip
     write_metrics(run.folder / "metrics.json", metrics)
     page = report.write_report(run.folder)
     log_artifacts(run.wandb, run.folder, metrics)

@@ -7,7 +7,7 @@ ceiling of the gap recovered; the untuned base is shown but never a reference. E
     {"schemes": {NAME: {"loss": {COLUMN: x}, "kl": …, "agreement": …, "perplexity": …, "accuracy": …,
                         "gap_recovered": {"loss", "kl"}, "ci95": {the same, with [low, high]},
                         "bits_per_weight", "bytes", …}},
-     "coverage": {…}, "seconds": {…}, "layers": {…}, "facts": {…}}
+     "coverage": {…}, "seconds": {…}, "cpu_seconds": {…}, "layers": {…}, "facts": {…}}
 """
 
 import json
@@ -158,6 +158,7 @@ def run_metrics(
     *,
     coverage: Mapping[str, Any] | None = None,
     seconds: Mapping[str, float] | None = None,
+    cpu_seconds: Mapping[str, float] | None = None,
     layers: Mapping[str, Any] | None = None,
     facts: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
@@ -166,6 +167,7 @@ def run_metrics(
         "schemes": {r.scheme: r.to_dict() for r in retentions},
         "coverage": dict(coverage or {}),
         "seconds": dict(seconds or {}),
+        "cpu_seconds": dict(cpu_seconds or {}),
         "layers": dict(layers or {}),
         "facts": dict(facts or {}),
     }

@@ -70,6 +70,7 @@ class Run:
     strategy: Any = "auto"
     callbacks: tuple[Callback, ...] = ()
     seconds: dict[str, float] = field(default_factory=dict)
+    cpu_seconds: dict[str, float] = field(default_factory=dict)  # of this process: what other load does not stretch
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "Run":
@@ -148,9 +149,10 @@ class Run:
 
     @contextmanager
     def timed(self, stage: str) -> Iterator[None]:
-        start = time.perf_counter()
+        start, cpu = time.perf_counter(), time.process_time()
         yield
         self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - start
+        self.cpu_seconds[stage] = self.cpu_seconds.get(stage, 0.0) + time.process_time() - cpu
 
 
 def strategy_name(config: Mapping[str, Any]) -> str:

@@ -18,7 +18,7 @@ def finished(folder: Path, variant: str | None, seed: int, loss: float) -> Path:
     metrics = json.loads((folder / "metrics.json").read_text())
     (entry,) = metrics["schemes"].values()
     entry["loss"] |= {"fp_ft": 1.0, "rtn": 1.1, "qat": loss}
-    metrics["seconds"] = {"qat": 30.0}
+    metrics["seconds"], metrics["cpu_seconds"] = {"qat": 30.0}, {"qat": 20.0}
     metrics["facts"] |= {"steps": {"fp_ft": 20, "qat": 10}, "evaluated_on": "select", "commit": "abc"}
     (folder / "metrics.json").write_text(json.dumps(metrics))
     OmegaConf.save(OmegaConf.create({"variant": variant, "seed": seed}), folder / "config.yaml")
@@ -38,6 +38,7 @@ def finished(folder: Path, variant: str | None, seed: int, loss: float) -> Path:
 def test_a_row_says_what_the_run_measured(tmp_path):
     row = row_of(finished(tmp_path / "a", "cage", 3, 1.02))
     assert row["variant"] == "cage" and row["seed"] == 3 and row["steps"] == 10 and row["step_seconds"] == 3.0
+    assert row["step_cpu_seconds"] == 2.0
     assert row["loss"] == 1.02 and row["delta_loss"] == pytest.approx(0.02)
     assert row["load_entropy"] == pytest.approx(0.85) and row["dead_experts"] == 3
 
