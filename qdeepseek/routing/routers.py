@@ -11,6 +11,7 @@ them. Everything is computed in fp32 (fp64 stays). E experts, T tokens, K top-k.
 """
 
 import re
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -35,6 +36,24 @@ def find_routers(model: nn.Module) -> dict[str, nn.Module]:
     if len(set(sizes.values())) > 1:
         raise ValueError(f"routers differ in their number of experts: {sizes}; one number for all layers is supported")
     return found
+
+
+def keep_routers_exact(model: nn.Module) -> None:
+    """Routers compute as they are written, in fp32, also where autocast would round their matrix product to bf16."""
+
+    def enter(router: nn.Module, args: Any) -> None:
+        router.__dict__["_exact"] = context = torch.autocast(args[0].device.type, enabled=False)
+        context.__enter__()
+
+    def leave(router: nn.Module, *_: Any) -> None:
+        router.__dict__.pop("_exact").__exit__(None, None, None)
+
+    for router in find_routers(model).values():
+        if router.__dict__.setdefault("_kept_exact", False):
+            continue
+        router.__dict__["_kept_exact"] = True
+        router.register_forward_pre_hook(enter)
+        router.register_forward_hook(leave, always_call=True)
 
 
 def layer_number(name: str) -> int:

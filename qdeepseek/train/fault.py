@@ -50,9 +50,9 @@ def _owner(model: nn.Module, tensor_name: str) -> str:
 
 
 def nonfinite_tensor(model: nn.Module) -> Fault | None:
-    """The first parameter or saved buffer that holds inf or NaN."""
-    for name, tensor in model.state_dict().items():
-        if isinstance(tensor, Tensor) and not is_finite(tensor):
+    """The first parameter or saved buffer that holds inf or NaN; of one that ZeRO-3 splits, in this rank's part."""
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if isinstance(tensor, Tensor) and not is_finite(getattr(tensor, "ds_tensor", tensor).detach()):
             return Fault(_owner(model, name), "weight", name)
     return None
 

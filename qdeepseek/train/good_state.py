@@ -64,6 +64,20 @@ def restore_(state: GoodState | None, module: nn.Module, optimizer: torch.optim.
             part.clear_cache()
 
 
+def restore_checkpoint_(trainer: Any, path: str) -> None:
+    """Under ZeRO: weights, moments and buffers of a checkpoint, each rank its part; counters of the run stay."""
+    engine = trainer.model
+    counters = {
+        name: getattr(engine, name) for name in ("global_steps", "global_samples", "micro_steps", "skipped_steps")
+    }
+    engine.load_checkpoint(path, load_lr_scheduler_states=False)
+    for name, value in counters.items():
+        setattr(engine, name, value)
+    for part in engine.module.modules():
+        if isinstance(part, WeightQuantizer):
+            part.clear_cache()
+
+
 def as_dict(state: GoodState | None) -> dict[str, Any] | None:
     """For a checkpoint."""
     return None if state is None else dict(vars(state))

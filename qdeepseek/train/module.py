@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from qdeepseek.routing.routers import keep_routers_exact
 from qdeepseek.train.config import OptimConfig
 from qdeepseek.train.losses import output_head, token_losses
 from qdeepseek.train.optim import build_optimizer
+from qdeepseek.train.zero import is_partitioned
 
 
 class AuxiliaryLoss(Protocol):
@@ -66,6 +68,9 @@ class FineTune(L.LightningModule):
         self.auxiliary: dict[str, AuxiliaryLoss] = {}  # name -> term, added by callbacks before the first step
         self.step_skipped: Tensor | None = None  # 1 on the device if the last step was skipped, 0 if not (guard)
         self._teacher = (teacher,)  # a tuple, so that it is not registered as a submodule
+        for part in (model, teacher):
+            if part is not None:
+                keep_routers_exact(part)
 
     @property
     def teacher(self) -> PreTrainedModel | None:
@@ -89,7 +94,9 @@ class FineTune(L.LightningModule):
 
     def on_fit_start(self) -> None:
         if self.teacher is not None:
-            self.teacher.eval().requires_grad_(False).to(self.device)
+            self.teacher.eval().requires_grad_(False)
+            if not is_partitioned(self.teacher.parameters()):  # ZeRO-3 places what it splits
+                self.teacher.to(self.device)  # type: ignore[arg-type]
 
     def losses(self, batch: dict[str, Tensor], distill: bool) -> tuple[Tensor, Tensor]:
         """Mean cross-entropy and mean KL of a batch."""

@@ -27,7 +27,8 @@ def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, An
         if id(parameter) in scales:
             learned.append(parameter)
         else:
-            (matrices if parameter.ndim >= 2 else vectors).append(parameter)
+            shape = getattr(parameter, "ds_shape", parameter.shape)  # under ZeRO-3 it is empty here
+            (matrices if len(shape) >= 2 else vectors).append(parameter)
     groups = [
         {"name": "matrices", "params": matrices, "lr": config.lr, "weight_decay": config.weight_decay},
         {"name": "vectors", "params": vectors, "lr": config.lr, "weight_decay": 0.0},

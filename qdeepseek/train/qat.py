@@ -36,7 +36,7 @@ from qdeepseek.ptq.gptq import gptq
 from qdeepseek.surgery import Coverage, Recipe, plan, prepare
 from qdeepseek.surgery.families import is_mtp_parameter
 from qdeepseek.surgery.rotate import check_rotatable, rotate
-from qdeepseek.train import methods, unquantised
+from qdeepseek.train import methods, strategy, unquantised
 from qdeepseek.train.callbacks.balance import LossFreeBalance
 from qdeepseek.train.callbacks.branch import SaveBranch
 from qdeepseek.train.callbacks.fake_quant import FakeQuant
@@ -67,7 +67,7 @@ class Run:
     logger: LoggerConfig
     export: ExportConfig
     methods: dict[str, Any] = field(default_factory=dict)
-    strategy: Any = "auto"
+    strategy: strategy.Parsed = "auto"
     callbacks: tuple[Callback, ...] = ()
     seconds: dict[str, float] = field(default_factory=dict)
     cpu_seconds: dict[str, float] = field(default_factory=dict)  # of this process: what other load does not stretch
@@ -94,7 +94,7 @@ class Run:
             logger=build(LoggerConfig, config["logger"], "logger"),
             export=build(ExportConfig, config["export"], "export"),
             methods=methods.build_methods(groups),
-            strategy=strategy_name(config),
+            strategy=strategy.parse(config),
         )
 
     @cached_property
@@ -155,12 +155,6 @@ class Run:
         self.cpu_seconds[stage] = self.cpu_seconds.get(stage, 0.0) + time.process_time() - cpu
 
 
-def strategy_name(config: Mapping[str, Any]) -> str:
-    """Lightning's name of the strategy. Learned scales get no gradient while fake-quant waits, which DDP must know."""
-    name = str(config["strategy"]["name"])
-    return "ddp_find_unused_parameters_true" if name == "ddp" and config["method"]["delay_steps"] else name
-
-
 def check(run: Run) -> Coverage:
     """Coverage of the base by the recipe; raises CoverageError or ConfigError before any training."""
     model = run.load("base")
@@ -183,7 +177,8 @@ def check(run: Run) -> Coverage:
 
 def _trainer(run: Run, stage: str, steps: int, callbacks: list[Callback], folder: Path) -> L.Trainer:
     return build_trainer(
-        replace(run.trainer, steps=steps), folder, stage, strategy=run.strategy,
+        replace(run.trainer, steps=steps), folder, stage,
+        strategy=strategy.make(run.strategy, run.trainer.precision),
         logger=loggers(run.folder, stage, run.wandb), callbacks=[*callbacks, *run.callbacks],
     )  # fmt: skip
 

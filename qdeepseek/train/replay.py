@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from qdeepseek.train.fault import Fault, find_fault, is_finite, nonfinite_tensor
+from qdeepseek.train.zero import engine_of
 
 ORDER = ("weight", "forward", "backward")
 NOTHING = {"module": None, "where": None, "what": None, "rank": None, "batch": None}
@@ -55,9 +56,15 @@ def _run(trainer: L.Trainer, pl_module: Any, number: int) -> Fault | None:
     batch = trainer.strategy.batch_to_device(trainer.datamodule.batch(number))  # type: ignore[attr-defined]
     parts: list[Tensor] = []
 
+    distill, engine = pl_module.distill_weight > 0, engine_of(trainer)
+
     def loss() -> Tensor:
         with trainer.precision_plugin.forward_context():
-            parts[:] = pl_module.losses(batch, distill=pl_module.distill_weight > 0)
+            if engine is None:
+                parts[:] = pl_module.losses(batch, distill)
+            else:  # as a step does, so that ZeRO-3 gathers and its order of modules is the usual one
+                redirect: Any = trainer.strategy._forward_redirection
+                parts[:] = redirect(engine, pl_module, "losses", batch, distill)
         return parts[0] + parts[1]
 
     model = pl_module.model

@@ -7,12 +7,13 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import Callback, LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, LearningRateMonitor
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import Strategy
 
 from qdeepseek.train.callbacks.progress import StepProgress
 from qdeepseek.train.callbacks.rng import RandomState
+from qdeepseek.train.checkpoints import Checkpoints, drop_unfinished, last_checkpoint
 
 
 @dataclass(frozen=True)
@@ -37,18 +38,6 @@ class TrainerConfig:
                 raise ValueError(f"{name} {getattr(self, name)} must be at least 1")
 
 
-class Checkpoints(ModelCheckpoint):
-    """ModelCheckpoint that does not save a resumed step once more.
-
-    Lightning would, after the first micro-batch: a checkpoint in the middle of an accumulation, whose gradient the
-    next resume would not have.
-    """
-
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        super().on_train_start(trainer, pl_module)
-        self._last_global_step_saved = trainer.global_step
-
-
 def build_trainer(
     config: TrainerConfig,
     folder: Path,
@@ -59,12 +48,12 @@ def build_trainer(
     callbacks: list[Callback] | None = None,
     validate: bool = True,
 ) -> L.Trainer:
-    """Trainer whose checkpoints lie in folder/checkpoints/name; the newest is `last.ckpt`."""
+    """Trainer whose checkpoints lie in folder/checkpoints/name; `last.ckpt` is a link to the newest."""
     if config.threads:
         torch.set_num_threads(config.threads)
     checkpoints = Checkpoints(
         folder / "checkpoints" / name, filename="{step}", every_n_train_steps=config.checkpoint_every,
-        save_last=True, save_top_k=1, monitor="step", mode="max", enable_version_counter=False,
+        save_last="link", save_top_k=1, monitor="step", mode="max", enable_version_counter=False,
         save_on_train_epoch_end=False,
     )  # fmt: skip
     return L.Trainer(
@@ -96,16 +85,11 @@ def build_trainer(
     )
 
 
-def last_checkpoint(folder: Path, name: str) -> str | None:
-    """Newest checkpoint of a stage, or None when it has not run."""
-    path = folder / "checkpoints" / name / "last.ckpt"
-    return str(path) if path.exists() else None
-
-
 def fit(
     trainer: L.Trainer, module: L.LightningModule, data: L.LightningDataModule, folder: Path, name: str
 ) -> dict[str, Any]:
     """Train, resuming from the stage's newest checkpoint when there is one; returns the logged metrics."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    drop_unfinished(folder, name)
     trainer.fit(module, datamodule=data, ckpt_path=last_checkpoint(folder, name), weights_only=False)
     return {key: float(value) for key, value in trainer.callback_metrics.items()}

@@ -16,6 +16,7 @@ from torch import Tensor
 from qdeepseek.compensate.lsq import normalise
 from qdeepseek.surgery.prepare import QuantizedTensor, quantized_tensors
 from qdeepseek.train.config import ConfigError
+from qdeepseek.train.zero import ZeroConfig
 
 
 class ScaleGradients(Callback):
@@ -31,6 +32,11 @@ class ScaleGradients(Callback):
 
     def check(self, run: Any, model: torch.nn.Module) -> None:
         """Raises ConfigError for a recipe without learned scales, before anything is trained."""
+        if isinstance(run.strategy, ZeroConfig):
+            raise ConfigError(
+                f"method.compensation: lsq compares the gradients of scales and weights, which strategy "
+                f"{run.strategy.name} leaves on no rank; use ddp or auto, or another method/compensation"
+            )
         schemes = [rule.scheme for rule in run.recipe.rules if rule.scheme is not None]
         if not any(scheme.method.learned for scheme in schemes):
             raise ConfigError(

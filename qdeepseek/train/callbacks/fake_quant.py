@@ -5,6 +5,7 @@ With the cache on, a weight is fake-quantised once an optimizer step instead of 
 costs one copy of the quantised weights. Under accumulation learned scales get their gradient once an optimizer step,
 from the accumulated (and reduced) gradient of the weight; DDP is told not to wait for them in the backward. Where a
 strategy shards gradients (DeepSpeed, FSDP) there is no such gradient, and every backward computes the scales' own.
+Where it shards weights too (ZeRO-3) the cache would hold the whole model on every rank, and is off.
 """
 
 from typing import Any
@@ -13,6 +14,7 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.nn.parallel import DistributedDataParallel
 
 from qdeepseek.layers import ActivationQuantizer, WeightQuantizer
@@ -31,6 +33,9 @@ class FakeQuant(Callback):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Before DDP wraps the module: choose the scales whose gradient can wait for the end of the accumulation."""
         sharded = isinstance(trainer.strategy, DeepSpeedStrategy | FSDPStrategy | ModelParallelStrategy)
+        if self.cache and getattr(trainer.strategy, "zero_stage_3", False):
+            rank_zero_warn("method.cache: off under ZeRO-3, where every rank would keep all quantised weights whole")
+            self.cache = False
         self._deferred = []
         if trainer.accumulate_grad_batches == 1 or sharded:
             return

@@ -19,6 +19,10 @@ A skipped step counts: it uses up its batch, its place in the learning-rate sche
 schedule, delays and data stay functions of the global step on every rank. Only Adam's own step counter does not
 move. Restoring goes back in weights and moments, not in data or schedule.
 
+Under ZeRO no gradient is left to take a norm of: the flag is that of the norms of the micro-batches' own gradients
+(train/gradients.py), and a sum that overflows only in the reduction is left to DeepSpeed, which skips it on all ranks
+too and is asked for it afterwards. The good state is then not a copy but the newest checkpoint, read back by all ranks.
+
 Under fp16 autocast a finite loss with overflowing gradients is the GradScaler's business (it halves the scale) as
 long as the scale is above 1: counted as a back-off, neither named nor counted against `patience`.
 """
@@ -35,10 +39,13 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
+from qdeepseek.train.checkpoints import last_checkpoint
 from qdeepseek.train.config import ConfigError
 from qdeepseek.train.fault import nonfinite_tensor
-from qdeepseek.train.good_state import GoodState, as_dict, copy_state, restore_
+from qdeepseek.train.good_state import GoodState, as_dict, copy_state, restore_, restore_checkpoint_
+from qdeepseek.train.gradients import LocalMoments
 from qdeepseek.train.replay import replay
+from qdeepseek.train.zero import engine_of, steps_now, torch_optimizer
 
 
 class NonFiniteError(FloatingPointError):
@@ -93,20 +100,24 @@ class Guard(Callback):
         self.good_step: int | None = None
         self._pending: tuple[int, int] | None = None  # step whose flags are on their way, batches consumed by then
         self._loss_bad = self._flags = None
+        self._local: LocalMoments | None = None  # ZeRO only
         self._step = 0
 
     _loss_bad: Tensor | None
     _flags: LateFlags | None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        strategy, fused = trainer.strategy, bool(trainer.optimizers[0].defaults.get("fused"))
+        strategy, engine, optimizer = trainer.strategy, engine_of(trainer), torch_optimizer(trainer)
+        fused = bool(optimizer.defaults.get("fused"))
         plain = isinstance(strategy, SingleDeviceStrategy | DDPStrategy) and not strategy.handles_gradient_accumulation
-        if not plain or fused == (_scaler(trainer) is not None):
+        if not (plain or engine is not None) or fused == (_scaler(trainer) is not None):
             raise ConfigError(
                 f"method.guard: strategy {type(strategy).__name__} with optimizer "
-                f"{type(trainer.optimizers[0]).__name__}(fused={fused}); the guard needs one device or DDP and a fused "
+                f"{type(optimizer).__name__}(fused={fused}); the guard needs one device, DDP or ZeRO, and a fused "
                 f"optimizer (under fp16 autocast: one that is not fused); set method/guard=off"
             )
+        if engine is not None:
+            self._local = LocalMoments((p for p in pl_module.parameters() if p.requires_grad), pl_module.device)
         saved, self._flags = self._flags, LateFlags(pl_module.device)
         if saved is not None:
             self._flags.host.copy_(saved.host)
@@ -117,12 +128,25 @@ class Guard(Callback):
     def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor) -> None:
         assert self._loss_bad is not None
         self._loss_bad = torch.maximum(self._loss_bad, (~torch.isfinite(loss.detach())).float())
+        if self._local is not None:
+            self._local.counting = True
+
+    def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self._local is not None:
+            self._local.counting = False
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
         assert self._loss_bad is not None and self._flags is not None
+        if not steps_now(trainer):
+            return
+        optimizer = torch_optimizer(trainer)
         restored = self._settle(trainer, pl_module)
-        grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        flags = step_flags(self._loss_bad, grads)
+        if self._local is None:
+            grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+            flags = step_flags(self._loss_bad, grads)
+        else:
+            finite = torch.isfinite(self._local.take()).all()
+            flags = torch.stack([self._loss_bad, (~finite).to(self._loss_bad)])
         if trainer.world_size > 1:
             torch.distributed.all_reduce(flags, torch.distributed.ReduceOp.MAX)
         skip = torch.ones_like(flags[0]) if restored else flags.amax()  # restored: the gradient is of other weights
@@ -139,12 +163,19 @@ class Guard(Callback):
         self._loss_bad = torch.zeros_like(self._loss_bad)
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
-        if trainer.global_step != self._step and trainer.global_step % self.log_every == 0:
+        if trainer.global_step == self._step:  # inside an accumulation
+            return
+        self._step, engine = trainer.global_step, engine_of(trainer)
+        if engine is not None and engine.optimizer.overflow and self._flags is not None:
+            self._flags.write(torch.maximum(self._flags.host, torch.tensor([0.0, 1.0])))
+        if self._step % self.log_every == 0:
             pl_module.log("guard/skipped", float(self.skipped))
-        self._step = trainer.global_step
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._settle(trainer, pl_module)
+        if self._local is not None:
+            self._local.remove()
+            self._local = None
 
     def _settle(self, trainer: L.Trainer, pl_module: L.LightningModule) -> bool:
         """Read the last step's flags and act on them; True when an earlier state was restored."""
@@ -168,7 +199,10 @@ class Guard(Callback):
         self.events.append(event)
         rank_zero_warn(f"guard: {_sentence(event)}; skipped on all ranks")
         if event["action"] == "restore":
-            restore_(self.good, pl_module, trainer.optimizers[0], broadcast=trainer.world_size > 1)
+            if self._local is None:
+                restore_(self.good, pl_module, trainer.optimizers[0], broadcast=trainer.world_size > 1)
+            else:
+                restore_checkpoint_(trainer, str(self._newest(trainer, pl_module)))
             self.restored_at, self.row, self.good = step, 0, None
             rank_zero_warn(f"guard: state of step {self.good_step} restored after step {step}")
         message = self._last_words(trainer, event) if event["action"] == "stop" else None
@@ -177,7 +211,7 @@ class Guard(Callback):
             raise NonFiniteError(message)
         return event["action"] == "restore"
 
-    def _action(self) -> str:
+    def _action(self) -> str:  # the same on all ranks
         if self.row < self.patience:
             return "skip"
         return "restore" if self.restored_at is None and self.good_step is not None else "stop"
@@ -207,22 +241,33 @@ class Guard(Callback):
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(facts, indent=1) + "\n")
 
-    def _keep(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Copy the state if it is good; waits for the device, which a checkpoint does too."""
+    def _newest(self, trainer: L.Trainer, pl_module: L.LightningModule) -> str | None:
+        return last_checkpoint(Path(trainer.default_root_dir), str(pl_module.stage))
+
+    def _keep(self, trainer: L.Trainer, pl_module: L.LightningModule, saving: bool = False) -> None:
+        """Copy the state if it is good, or under ZeRO that its checkpoint is; waits for the device."""
         if not self.restore or self.restored_at is not None or self.good_step == trainer.global_step or self.row:
             return
         if self._pending is not None and self._flags is not None and any(self._flags.read()):
             return
         fault = nonfinite_tensor(pl_module)
-        if fault is not None:  # as an inf that a learned scale clamps to the largest code
-            rank_zero_warn(f"guard: {fault.what} holds inf or NaN after step {trainer.global_step}; no good state")
+        anywhere = fault is not None
+        if self._local is not None:  # each rank has seen its part; a checkpoint that lies there already is good or not
+            found = torch.tensor(float(anywhere), device=pl_module.device)
+            torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX)
+            anywhere = bool(found)
+        if anywhere:  # as an inf that a learned scale clamps to the largest code
+            what = "a rank's part" if fault is None else fault.what
+            rank_zero_warn(f"guard: {what} holds inf or NaN after step {trainer.global_step}; no good state")
+            return
+        if self._local is not None and not saving and self._newest(trainer, pl_module) is None:
             return
         self.good_step = trainer.global_step
-        if trainer.is_global_zero:
+        if trainer.is_global_zero and self._local is None:
             self.good = copy_state(pl_module, trainer.optimizers[0], trainer.global_step)
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        self._keep(trainer, pl_module)
+        self._keep(trainer, pl_module, saving=True)
         older = self.good_step != trainer.global_step  # else the checkpoint itself is the good state
         checkpoint["qdeepseek_guard"] = {
             "skipped": self.skipped, "backoffs": self.backoffs, "row": self.row, "restored_at": self.restored_at,

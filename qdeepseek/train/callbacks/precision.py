@@ -7,8 +7,9 @@
 
 Read one step late, the copy has long arrived when it is needed: the cost of a step is two reductions over each weight
 gradient, one small all_reduce and one copy of 16 bytes a group, and no wait. All ranks see the same sums, whether
-they hold whole gradients (DDP) or different ones, so they decide the same. The decisions are lines of events.jsonl
-and of W&B's history.
+they hold whole gradients (DDP) or different ones, so they decide the same. Under ZeRO, which leaves no gradient behind,
+the sums are those of the micro-batches' own gradients (train/gradients.py). The decisions are lines of events.jsonl and
+of W&B's history.
 
 `raise_group(module_name, step, statistic)` is for a guard that knows which module went wrong: on every rank, between
 a backward and the next forward, it raises the group of that module (or of the quantised module that holds it) by one
@@ -40,6 +41,8 @@ from qdeepseek.routing.ranks import sum_over_ranks
 from qdeepseek.surgery.fusion import FusionGroup, fusion_groups, keep_levels
 from qdeepseek.train.config import ConfigError, build
 from qdeepseek.train.events import EventLog
+from qdeepseek.train.gradients import LocalMoments
+from qdeepseek.train.zero import engine_of, gathered, refresh, steps_now
 
 Pending = tuple[Tensor, Any]  # (2, groups) on the host, and the event after which it is there
 
@@ -65,6 +68,8 @@ class Precision(Callback):
         self._counts: list[int] = []
         self._owner = torch.empty(0)
         self._pending: Pending | None = None
+        self._local: LocalMoments | None = None
+        self._trainer: L.Trainer | None = None
         self._wandb: Any = None
 
     # --- before and after the fit ---
@@ -124,11 +129,32 @@ class Precision(Callback):
         self._weights = [w for _, w in weights]
         self._owner = torch.tensor([i for i, _ in weights], device=pl_module.device)
         self._counts = [sum(t.weight.numel() for t in g.tensors) * trainer.world_size for g in self.groups]
+        self._trainer = trainer
+        if engine_of(trainer) is not None:
+            self._local = LocalMoments(self._weights, pl_module.device)
         self._set_levels()
+
+    def on_before_backward(self, *args: Any) -> None:
+        if self._local is not None:
+            self._local.counting = True
+
+    def on_after_backward(self, *args: Any) -> None:
+        if self._local is not None:
+            self._local.counting = False
+
+    def on_train_end(self, *args: Any) -> None:
+        self._trainer = None
+        if self._local is not None:
+            self._local.remove()
+            self._local = None
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
         step = trainer.global_step
+        if not steps_now(trainer):
+            return
         if step < self._delay:
+            if self._local is not None:
+                self._local.take()
             return
         if self._pending is not None:
             sums, squares = self._read()
@@ -142,6 +168,9 @@ class Precision(Callback):
 
     def _sums(self) -> Tensor:
         """(2, groups) in fp64: Σg and Σg² of this rank's gradients."""
+        if self._local is not None:
+            own = self._local.take()
+            return own.new_zeros(2, len(self.groups)).index_add_(1, self._owner, own)
         grads = [w.grad for w in self._weights]
         if any(g is None for g in grads):
             raise ConfigError(
@@ -178,8 +207,9 @@ class Precision(Callback):
         found = []
         with self.at_target():
             for group in self.groups:
-                pairs = [(t.quantizer(t.weight).float(), t.weight.float()) for t in group.tensors]
-                found.append(torch.stack([(w_hat - w).square().sum() for w_hat, w in pairs]).double().sum())
+                with gathered(p for t in group.tensors for p in (t.weight, *t.quantizer.parameters())):
+                    pairs = [(t.quantizer(t.weight).float(), t.weight.float()) for t in group.tensors]
+                    found.append(torch.stack([(w_hat - w).square().sum() for w_hat, w in pairs]).double().sum())
         return torch.stack(found).tolist()
 
     # --- decisions ---
@@ -215,8 +245,7 @@ class Precision(Callback):
             group = self.groups[change.group]
             before, after = (group.ladder[rung] for rung in (change.before, change.after))
             if isinstance(self.rule, ProgressiveRule) and after == "target":
-                for tensor in group.tensors:
-                    tensor.quantizer.initialize(tensor.weight)
+                self._initialize(group)
             group.set_level(after)
             event = self.events.append(
                 step=change.step, group=group.name, statistic=change.statistic, reason=change.reason,
@@ -224,6 +253,15 @@ class Precision(Callback):
             )  # fmt: skip
             if self._wandb is not None:
                 self._wandb.log_metrics({f"precision/{k}": v for k, v in event.items() if k != "kind"}, change.step)
+
+    def _initialize(self, group: FusionGroup) -> None:
+        """Scales of the weights as they are now, on the way down to the target."""
+        for tensor in group.tensors:
+            own = list(tensor.quantizer.parameters())
+            with gathered([tensor.weight]), gathered(own, write=True):
+                tensor.quantizer.initialize(tensor.weight)
+        if self._trainer is not None:
+            refresh(self._trainer)
 
     def _standing(self) -> list[tuple[FusionGroup, int]]:
         return list(zip(self.groups, self.scheduler.rungs, strict=True))

@@ -36,6 +36,7 @@ from qdeepseek.routing.routers import find_routers, layer_number, log_probabilit
 from qdeepseek.routing.tap import RouterTap
 from qdeepseek.routing.temperature import TemperatureConfig, adapt, fold_
 from qdeepseek.train.config import ConfigError, build
+from qdeepseek.train.zero import gathered, refresh
 
 Options = Mapping[str, Any] | None
 
@@ -153,6 +154,7 @@ class Routing(Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._step, self._steps = trainer.global_step, trainer.max_steps  # restored only after on_fit_start
+        self._trainer = trainer
 
     # ---- forward and backward
 
@@ -233,7 +235,9 @@ class Routing(Callback):
             entropy_M = sums_MS[:, statistics.SCORE_ENTROPY] / tokens_M.clamp_min(1)
             after = torch.where(tokens_M > 0, adapt(self._log_tau, entropy_M, self.temperature), self._log_tau)
             for router, old, new in zip(routers, self._log_tau, after):
-                fold_(router.weight, old, new)  # type: ignore[arg-type]
+                with gathered([router.weight], write=True):  # type: ignore[list-item]
+                    fold_(router.weight, old, new)  # type: ignore[arg-type]
+            refresh(self._trainer)
             self._log_tau = after
 
     def _close_interval(self, pl_module: L.LightningModule) -> None:

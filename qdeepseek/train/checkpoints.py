@@ -1,0 +1,51 @@
+"""Checkpoints of a stage: RUN/checkpoints/STAGE/step=N.ckpt, the newest alone, and a link last.ckpt to it.
+
+A plain checkpoint is a file that appears whole. One of ZeRO is a folder to which every rank writes, and counts when
+rank 0 has put COMPLETE into it (zero.py). The old one is removed after the new one is complete, so that whenever a run
+is killed there is one to go on from.
+"""
+
+import shutil
+from pathlib import Path
+
+import lightning as L
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+COMPLETE = "complete"
+
+
+class Checkpoints(ModelCheckpoint):
+    """ModelCheckpoint that does not save a resumed step once more.
+
+    Lightning would, after the first micro-batch: a checkpoint in the middle of an accumulation, whose gradient the
+    next resume would not have.
+    """
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        self._last_global_step_saved = trainer.global_step
+
+
+def is_complete(path: Path) -> bool:
+    return path.is_file() or (path / COMPLETE).is_file()
+
+
+def _by_step(folder: Path, name: str) -> list[Path]:
+    found = (folder / "checkpoints" / name).glob("step=*.ckpt")
+    return sorted(found, key=lambda path: int(path.stem.removeprefix("step=")))
+
+
+def last_checkpoint(folder: Path, name: str) -> str | None:
+    """Newest complete checkpoint of a stage, or None when it has not run."""
+    last = folder / "checkpoints" / name / "last.ckpt"
+    complete = [path for path in (last, *_by_step(folder, name)) if is_complete(path)]
+    return str(complete[-1]) if complete else None
+
+
+@rank_zero_only
+def drop_unfinished(folder: Path, name: str) -> None:
+    """Remove folders that a kill left half-written, before anybody writes into them again."""
+    for path in _by_step(folder, name):
+        if not is_complete(path):
+            shutil.rmtree(path)
