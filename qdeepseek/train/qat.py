@@ -36,7 +36,8 @@ from qdeepseek.ptq.gptq import gptq
 from qdeepseek.surgery import Coverage, Recipe, plan, prepare
 from qdeepseek.surgery.families import is_mtp_parameter
 from qdeepseek.surgery.rotate import check_rotatable, rotate
-from qdeepseek.train import methods, strategy, unquantised
+from qdeepseek.train import methods, unquantised
+from qdeepseek.train import strategy as strategies
 from qdeepseek.train.callbacks.balance import LossFreeBalance
 from qdeepseek.train.callbacks.branch import SaveBranch
 from qdeepseek.train.callbacks.fake_quant import FakeQuant
@@ -67,7 +68,7 @@ class Run:
     logger: LoggerConfig
     export: ExportConfig
     methods: dict[str, Any] = field(default_factory=dict)
-    strategy: strategy.Parsed = "auto"
+    strategy: strategies.Parsed = "auto"
     callbacks: tuple[Callback, ...] = ()
     seconds: dict[str, float] = field(default_factory=dict)
     cpu_seconds: dict[str, float] = field(default_factory=dict)  # of this process: what other load does not stretch
@@ -94,7 +95,7 @@ class Run:
             logger=build(LoggerConfig, config["logger"], "logger"),
             export=build(ExportConfig, config["export"], "export"),
             methods=methods.build_methods(groups),
-            strategy=strategy.parse(config),
+            strategy=strategies.parse(config),
         )
 
     @cached_property
@@ -178,7 +179,7 @@ def check(run: Run) -> Coverage:
 def _trainer(run: Run, stage: str, steps: int, callbacks: list[Callback], folder: Path) -> L.Trainer:
     return build_trainer(
         replace(run.trainer, steps=steps), folder, stage,
-        strategy=strategy.make(run.strategy, run.trainer.precision),
+        strategy=strategies.make(run.strategy, run.trainer.precision),
         logger=loggers(run.folder, stage, run.wandb), callbacks=[*callbacks, *run.callbacks],
     )  # fmt: skip
 

@@ -1,0 +1,150 @@
+"""Run by test_zero.py, two processes over gloo: the same fits under DDP and ZeRO-1/2/3, one process group for all."""
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import lightning as L
+import torch
+from transformers import DeepseekV3ForCausalLM
+
+from qdeepseek.surgery import Recipe, prepare
+from qdeepseek.train.callbacks.compensation_cage import Cage
+from qdeepseek.train.callbacks.compensation_seed import SeedCompensation
+from qdeepseek.train.callbacks.fake_quant import FakeQuant
+from qdeepseek.train.callbacks.guard import Guard
+from qdeepseek.train.callbacks.precision import on_spikes, progressive
+from qdeepseek.train.callbacks.routing import Routing
+from qdeepseek.train.config import OptimConfig
+from qdeepseek.train.module import FineTune
+from qdeepseek.train.strategy import make
+from qdeepseek.train.zero import ZeroConfig, gathered
+from tests.train.test_config import composed
+from tests.train.test_guard import EXPERTS, data_module, poison
+
+ZERO = {
+    f"zero{stage}": ZeroConfig(f"zero{stage}", stage, zero_optimization={"stage3_param_persistence_threshold": 0})
+    for stage in (1, 2, 3)
+}
+SPIKES: dict[str, Any] = {
+    "raise_at": 1.05, "lower_at": 1.01, "history": 0.5, "warmup": 2, "lock": 2, "calm": 1, "settle": 0, "budget": 0.5,
+}  # fmt: skip
+
+
+class Losses(L.Callback):
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *args: Any) -> None:
+        self.losses.append(float(outputs["loss"]))
+
+
+class OwnExperts(L.Callback):
+    """Each rank sends its tokens to experts that the other rank does not use."""
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        for module in pl_module.model.modules():
+            if hasattr(module, "e_score_correction_bias"):
+                module.e_score_correction_bias.zero_()[4 * trainer.global_rank : 4 * trainer.global_rank + 4] = 100.0
+
+
+def student_of(folder: str, **method: Any) -> Any:
+    torch.manual_seed(0)
+    model = DeepseekV3ForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    prepare(model, Recipe.from_config(composed("run_dir=x")["quant"]))
+    return model
+
+
+def attached(callback: Any, student: Any, folder: Path, steps: int) -> Any:
+    """A method that wants to see the prepared student, as qat.quantise_aware shows it."""
+    method = SimpleNamespace(delay_steps=0)
+    callback.attach(SimpleNamespace(folder=folder, wandb=None, qat_steps=steps, method=method), student)
+    return callback
+
+
+def fit(
+    where: str, student: Any, callbacks: list[Any], folder: Path, *, steps: int = 4, accumulate: int = 1,
+    teacher: Any = None, precision: Any = "32-true",
+) -> dict[str, Any]:  # fmt: skip
+    losses = Losses()
+    trainer = L.Trainer(
+        max_steps=steps, max_epochs=-1, accumulate_grad_batches=accumulate, gradient_clip_val=0.1, accelerator="cpu",
+        devices=2, strategy="ddp" if where == "ddp" else make(ZERO[where], precision), logger=False,
+        precision=precision, callbacks=[*callbacks, losses], enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, limit_val_batches=0, use_distributed_sampler=False, default_root_dir=folder,
+    )  # fmt: skip
+    module = FineTune(
+        student, OptimConfig(lr=1e-3, scale_lr=1e-4, warmup_steps=1), steps, teacher, 0.5 if teacher else 0
+    )
+    trainer.fit(module, data_module())
+    found: dict[str, Any] = {"losses": losses.losses, "names": sorted(module.state_dict())}
+    with gathered(student.parameters()):
+        found["weights"] = {n: p.detach().clone() for n, p in student.named_parameters()}
+    found["buffers"] = {n: b.detach().clone() for n, b in student.named_buffers()}
+    found["dtypes"] = {n: str(t.dtype) for n, t in [*found["weights"].items(), *found["buffers"].items()]}
+    return found
+
+
+def everything(where: str, model: str, folder: Path) -> dict[str, Any]:
+    """Accumulation, clipping, distillation, compensation, routing loss with limits, bias update, a cached weight."""
+    student = student_of(model)
+    teacher = DeepseekV3ForCausalLM.from_pretrained(model, dtype=torch.float32)
+    routing = Routing(entropy={"weight": 0.5}, bias_speed=0.01, entropy_and_bias=True, gradient={"max_norm": 0.1},
+                      temperature={"target": 0.5, "speed": 0.01})  # fmt: skip
+    callbacks = [FakeQuant(cache=True, recompute=where == "zero2"), SeedCompensation(), routing]
+    found = fit(where, student, callbacks, folder, accumulate=2, teacher=teacher)
+    return {**found, "load": routing.facts()["load"]}
+
+
+def decisions(where: str, model: str, folder: Path) -> dict[str, Any]:
+    """Scheduler and guard on ranks with different data: a NaN on rank 1 alone, then an infinite weight."""
+    student, guard, own = student_of(model), Guard(patience=3), folder / f"rank{torch.distributed.get_rank()}"
+    precision = attached(on_spikes(**SPIKES), student, own, 9)
+    rank, data = torch.distributed.get_rank(), data_module()
+    if rank == 1:
+        poison(student, EXPERTS, [2], data)
+    found = fit(where, student, [FakeQuant(), guard, precision], folder, steps=9)
+    events = (own / "events.jsonl").read_text().splitlines() if (own / "events.jsonl").exists() else []
+    return {**found, "guard": guard.events, "events": events, "rungs": precision.scheduler.rungs}
+
+
+CASES = {"everything": everything, "decisions": decisions}
+
+
+def cage(where: str, model: str, folder: Path) -> dict[str, Any]:
+    return fit(where, student_of(model), [FakeQuant(), Cage(strength=300.0, silence=0.25, log_every=1)], folder)
+
+
+def lowering(where: str, model: str, folder: Path) -> dict[str, Any]:
+    student, own = student_of(model), folder / f"rank{torch.distributed.get_rank()}"
+    precision = attached(progressive(), student, own, 8)
+    found = fit(where, student, [FakeQuant(), precision], folder, steps=8)
+    return {**found, "rungs": precision.scheduler.rungs}
+
+
+def disjoint(where: str, model: str, folder: Path) -> dict[str, Any]:
+    return fit(where, student_of(model), [FakeQuant(), OwnExperts()], folder, steps=2)
+
+
+def mixed(where: str, model: str, folder: Path) -> dict[str, Any]:
+    return fit(where, student_of(model), [FakeQuant()], folder, steps=2, precision="bf16-mixed")
+
+
+CASES |= {"cage": cage, "lowering": lowering, "disjoint": disjoint, "mixed": mixed}
+
+
+def main(model: str, folder: Path, plan: dict[str, list[str]]) -> None:
+    torch.set_num_threads(1)
+    found: dict[str, Any] = {}
+    fit("ddp", student_of(model), [], folder, steps=1)  # the process group
+    for case, places in plan.items():
+        found[case] = {where: CASES[case](where, model, folder / case / where) for where in places}
+        if torch.distributed.get_rank() == 0:
+            print(case, {w: [round(x, 5) for x in f["losses"]] for w, f in found[case].items()}, flush=True)
+    torch.save(found, folder / f"rank{torch.distributed.get_rank()}.pt")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3]))
