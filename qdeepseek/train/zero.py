@@ -202,6 +202,11 @@ def is_partitioned(parameters: Iterable[Tensor]) -> bool:
     return any(hasattr(p, "ds_id") for p in parameters)
 
 
+def elements(parameter: Tensor) -> int:
+    """Number of elements of the whole parameter."""
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
+
+
 @contextmanager
 def gathered(parameters: Iterable[Tensor], *, write: bool = False) -> Iterator[None]:
     """Parameters of ZeRO-3 whole inside, a collective of all ranks; nothing to do without ZeRO-3.

@@ -29,7 +29,7 @@ ZERO = {
     for stage in (1, 2, 3)
 }
 SPIKES: dict[str, Any] = {
-    "raise_at": 1.05, "lower_at": 1.01, "history": 0.5, "warmup": 2, "lock": 2, "calm": 1, "settle": 0, "budget": 0.5,
+    "raise_at": 1.05, "lower_at": 1.01, "history": 0.5, "warmup": 2, "lock": 2, "calm": 1, "settle": 1, "budget": 0.5,
 }  # fmt: skip
 
 

@@ -42,7 +42,7 @@ from qdeepseek.surgery.fusion import FusionGroup, fusion_groups, keep_levels
 from qdeepseek.train.config import ConfigError, build
 from qdeepseek.train.events import EventLog
 from qdeepseek.train.gradients import LocalMoments
-from qdeepseek.train.zero import engine_of, gathered, refresh, steps_now
+from qdeepseek.train.zero import elements, engine_of, gathered, refresh, steps_now
 
 Pending = tuple[Tensor, Any]  # (2, groups) on the host, and the event after which it is there
 
@@ -128,7 +128,7 @@ class Precision(Callback):
             )
         self._weights = [w for _, w in weights]
         self._owner = torch.tensor([i for i, _ in weights], device=pl_module.device)
-        self._counts = [sum(t.weight.numel() for t in g.tensors) * trainer.world_size for g in self.groups]
+        self._counts = [sum(elements(t.weight) for t in g.tensors) * trainer.world_size for g in self.groups]
         self._trainer = trainer
         if engine_of(trainer) is not None:
             self._local = LocalMoments(self._weights, pl_module.device)
