@@ -112,6 +112,14 @@ def slice_quantizer(
 
     Without state, learned scales and clip ratios are found from the weight.
     """
+    own = {key: value.detach() if expert is None else value.detach()[expert] for key, value in state.items()}
+    return quantizer_with(tensor, expert, weight_OI, own)
+
+
+def quantizer_with(
+    tensor: QuantizedTensor, expert: int | None, weight_OI: Tensor, state: Mapping[str, Tensor]
+) -> WeightQuantizer:
+    """A quantiser for one 2-D weight with this state, that of the one expert where there are several."""
     blocks = len(names.parts_of(tensor.name)) if expert is not None else 1
     quantizer = WeightQuantizer(
         tensor.scheme, tensor.quantizer.method, weight_OI.shape, row_blocks=blocks, device=weight_OI.device,
@@ -121,7 +129,6 @@ def slice_quantizer(
         quantizer.initialize(weight_OI)
         return quantizer
     for key, value in state.items():
-        value = value.detach() if expert is None else value.detach()[expert]
         if tuple(value.shape) != quantizer.scale_shape:
             raise SchemeMismatch(
                 f"{tensor.name}: its {key} has shape {tuple(value.shape)}, the scheme {tensor.scheme} wants "

@@ -24,11 +24,7 @@ from qdeepseek.export.names import Layout
 from qdeepseek.export.writer import ShardWriter
 from qdeepseek.surgery import is_fused_experts, quantized_tensors
 from qdeepseek.train.adapters import AdaptedParameter, adapters
-
-
-def is_partitioned(model: nn.Module) -> bool:
-    """Whether DeepSpeed has partitioned the model's parameters."""
-    return any(hasattr(parameter, "ds_id") for parameter in model.parameters())
+from qdeepseek.train.zero import gathered
 
 
 def save_gathered(
@@ -42,11 +38,11 @@ def save_gathered(
     if quantized is not None:
         raise ValueError(f"{quantized.name} is quantised; export the model, or call surgery.restore before saving it")
     layout = names.layout_of(
-        str(model.config.model_type), fused=any(is_fused_experts(m) or names.is_fused(n) for n, m in _members(model))
+        str(model.config.model_type), fused=any(is_fused_experts(module) for module in model.modules())
     )
     folder.parent.mkdir(parents=True, exist_ok=True)
     sink = _Sink(folder, max_shard_bytes) if not dist.is_initialized() or dist.get_rank() == 0 else None
-    for name, tensor in gathered(model):
+    for name, tensor in whole_tensors(model):
         if sink is not None:
             sink.add(name, tensor, layout)
     if sink is not None:
@@ -54,19 +50,12 @@ def save_gathered(
     _raise_everywhere(sink.error if sink is not None else None)
 
 
-def _members(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    yield from model.named_modules()
-    yield from model.named_parameters()
-
-
 @torch.no_grad()
-def gathered(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def whole_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Name and whole tensor of every parameter and persistent buffer, a tied one once, adapters merged; collective.
 
     A parameter is whole only until the next is asked for.
     """
-    import deepspeed
-
     wrappers = {id(wrapper.get_param()): wrapper for wrapper in adapters(model)}
     seen = {id(p) for w in wrappers.values() for part in (w.lora_A, w.lora_B) for p in part.parameters()}
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -74,7 +63,7 @@ def gathered(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             continue
         seen.add(id(tensor))
         wrapper = wrappers.get(id(tensor))
-        with deepspeed.zero.GatheredParameters(_parts(tensor, wrapper)):
+        with gathered(_parts(tensor, wrapper)):
             yield name.replace(".base_layer", ""), tensor.detach() if wrapper is None else wrapper.adapted()
 
 

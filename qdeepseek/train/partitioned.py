@@ -32,13 +32,14 @@ from qdeepseek.surgery import QuantizedTensor, Recipe, is_fused_experts, prepare
 from qdeepseek.surgery.fp8 import check_trainable
 from qdeepseek.train.config import ConfigError
 from qdeepseek.train.models import DTYPES, ModelConfig, checkpoint_folder, read_config
+from qdeepseek.train.zero import import_deepspeed
 
 
 def load_partitioned(config: ModelConfig, recipe: Recipe | None, zero_config: Mapping[str, Any]) -> PreTrainedModel:
     """The model of `config`, prepared by `recipe` (None: unquantised), every parameter partitioned over the ranks.
 
-    zero_config: the DeepSpeed configuration of the run (stage 3), which says where partitions live and in which dtype
-    the engine computes. All ranks call it together, after the process group exists.
+    zero_config: the DeepSpeed configuration of the run (zero.deepspeed_config, stage 3), which says where partitions
+    live. All ranks call it together, after the process group exists (`trainer.strategy.setup_environment()`).
 
     Raises ConfigError, on all ranks alike, for a model without checkpoint and for a checkpoint that does not fit,
     CoverageError for a recipe that does not.
@@ -127,7 +128,6 @@ class _Loader:
         self.reads = dist.get_rank() == 0
         self.partition = Partitioner(zero_config)
         self.device = self.partition.device
-        self.engine_dtype = engine_dtype(zero_config)
         self.quantized = {tensor.name: tensor for tensor in quantized_tensors(model)}
 
     @torch.no_grad()
@@ -153,8 +153,6 @@ class _Loader:
         tensor = self.quantized.get(name)
         if tensor is not None:
             self._quantizer(tensor, weight)
-        if self.engine_dtype is not None and weight.is_floating_point() and not keeps_fp32(self.model, name):
-            weight = weight.to(self.engine_dtype)
         parameter = nn.Parameter(weight, requires_grad=empty.requires_grad)
         self.partition(parameter)
         return parameter
@@ -203,8 +201,7 @@ class Partitioner:
     """
 
     def __init__(self, zero_config: Mapping[str, Any]):
-        import deepspeed
-
+        deepspeed = import_deepspeed()
         stage = zero_config.get("zero_optimization", {}).get("stage")
         if stage != 3:
             raise ConfigError(f"zero_optimization.stage {stage!r} does not partition parameters; load the model whole")
@@ -222,11 +219,3 @@ class Partitioner:
         holder.register_parameter("first", parameter)
         self._init(module=holder, config_dict_or_path=self._config)
         self._first = parameter
-
-
-def engine_dtype(zero_config: Mapping[str, Any]) -> torch.dtype | None:
-    """The dtype that the engine casts parameters to; None where it leaves them as they are."""
-    for key, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
-        if zero_config.get(key, {}).get("enabled"):
-            return dtype
-    return None

@@ -7,7 +7,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qdeepseek.train.adapters import merged
-from qdeepseek.train.gathered import is_partitioned, save_gathered
+from qdeepseek.train.gathered import save_gathered
+from qdeepseek.train.zero import is_partitioned
 
 
 def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, destination: Path) -> None:
@@ -15,7 +16,7 @@ def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, desti
 
     All ranks call it: rank 0 writes, the others give their share of partitioned parameters.
     """
-    if is_partitioned(model):
+    if is_partitioned(model.parameters()):
         save_gathered(model, tokenizer, destination)
     else:
         _save_whole(model, tokenizer, destination)
