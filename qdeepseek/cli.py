@@ -1,4 +1,4 @@
-"""`qdeepseek verify FOLDER`: prove an export without a GPU and without the model that made it."""
+"""`qdeepseek verify FOLDER` and `qdeepseek export RUN`: what needs neither a GPU nor the process that trained."""
 
 from pathlib import Path
 from typing import Annotated
@@ -25,4 +25,26 @@ def verify(folder: Annotated[Path, typer.Argument(help="an export: it holds qdee
         raise typer.Exit(1) from error
     typer.echo(str(report))
     if not report.ok:
+        raise typer.Exit(1)
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(help="folder of a run: it holds config.yaml and checkpoints/")],
+    checkpoint: Annotated[Path | None, typer.Option(help="default: the newest of checkpoints/qat")] = None,
+    output: Annotated[Path | None, typer.Option(help="default: RUN/export/FORMAT")] = None,
+) -> None:
+    """Export a run's QAT student from its checkpoint, plain or ZeRO-1, 2, 3, a tensor at a time, and verify it."""
+    from qdeepseek.train.config import USER_ERRORS
+    from qdeepseek.train.export_saved import export_saved
+
+    try:
+        done = export_saved(run, checkpoint, output)
+    except USER_ERRORS as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from error
+    saved, result = done.saved, done.result
+    typer.echo(f"{saved.path}: {saved.kind}, step {saved.step}, {len(saved.tensors)} tensors")
+    typer.echo(f"{result.folder}: {result.bytes / 1e9:.3f} GB\n{done.proof}")
+    if not done.proof.ok:
         raise typer.Exit(1)

@@ -50,15 +50,15 @@ class Checkpoint:
         """Dtype and shape as stored."""
         return self._find(name)[1]
 
-    def read(self, name: str) -> Tensor:
-        """The tensor, in memory of its own; an FP8 weight as bf16."""
+    def read(self, name: str, dequantized: torch.dtype = torch.bfloat16) -> Tensor:
+        """The tensor, in memory of its own; an FP8 weight as `dequantized`."""
         shard, info = self._find(name)
         tensor = safetensors_file.read_tensor(shard, info)
         if info.dtype != torch.float8_e4m3fn or name + FP8_FACTOR not in self._tensors:
             return tensor
         factor_shard, factor_info = self._tensors[name + FP8_FACTOR]
         factors = safetensors_file.read_tensor(factor_shard, factor_info)
-        return dequantize_fp8(tensor, factors, _fp8_block(self.path), name=name)
+        return dequantize_fp8(tensor, factors, _fp8_block(self.path), dequantized, name)
 
     def _find(self, name: str) -> tuple[Path, TensorInfo]:
         if name not in self._tensors:

@@ -52,7 +52,7 @@ def export(
     *,
     recipe: Recipe | None = None,
     dtype: torch.dtype = torch.bfloat16,
-    weights: Path | str | None = None,
+    weights: Path | str | Source | None = None,
     quantizers: Path | str | None = None,
     source: Path | str | None = None,
     tokenizer: Any = None,
@@ -64,7 +64,8 @@ def export(
 
     recipe       the recipe asked for; refused (SchemeMismatch) where the model was trained with another
     dtype        serving dtype of everything that is not quantised; routers keep their own
-    weights      take the weights from this folder, a tensor at a time; the model may then be on the meta device
+    weights      take the weights from this folder or Source, a tensor at a time; the model may then be on the meta
+                 device
     quantizers   trained scales for `weights`, a file of sources.save_quantizers
     source       original checkpoint: its tokenizer, chat template and generation config are copied, and tensors
                  that the model does not have (multi-token prediction) pass through; default `weights`
@@ -74,14 +75,17 @@ def export(
     in `destination` is what it was.
     """
     destination = Path(destination)
-    source = Path(source or weights) if source or weights else None  # type: ignore[arg-type]
+    folder_of_weights = Path(weights) if isinstance(weights, Path | str) else None
+    source = Path(source) if source is not None else folder_of_weights
     entries = entries_of(model)
     layout = layout_of(model, entries)
     _check(model, entries, recipe, dtype)
     kv_cache, latent = kv_cache_of(model), caches_latent(model)
     reader: Source = ModelSource(model)
-    if weights is not None:
-        reader = FolderSource(model, layout, Path(weights), Path(quantizers) if quantizers else None)
+    if folder_of_weights is not None:
+        reader = FolderSource(model, layout, folder_of_weights, Path(quantizers) if quantizers else None)
+    elif weights is not None:
+        reader = weights  # type: ignore[assignment]
     extras = Extras(source, {name for entry in entries for name in entry.original_names(layout)})
     require_space(destination, sum(entry.expected_bytes(dtype) for entry in entries) + extras.nbytes)
 

@@ -61,11 +61,19 @@ class FolderSource:
 
     weights     folder in the dtype of training, per-expert tensors as `save_pretrained` writes them
     quantizers  file of `save_quantizers`; None: learned and searched scales start from the weights (RTN)
+    dequantized dtype that FP8 weights of the folder come in
     """
 
-    def __init__(self, model: nn.Module, layout: Layout, weights: Path, quantizers: Path | None):
+    def __init__(
+        self,
+        model: nn.Module,
+        layout: Layout,
+        weights: Path,
+        quantizers: Path | None = None,
+        dequantized: torch.dtype = torch.bfloat16,
+    ):
         self.checkpoint = Checkpoint(weights)
-        self._layout = layout
+        self._layout, self._dequantized = layout, dequantized
         self._state = None if quantizers is None else Checkpoint(quantizers)
         self._last: tuple[str, dict[str, Tensor]] = ("", {})
         head, embedding = _tied_names(model)
@@ -74,14 +82,15 @@ class FolderSource:
             check_schemes(model, json.loads(safetensors_file.read_metadata(quantizers).get(SCHEMES_KEY, "{}")))
 
     def weight(self, parameter: str, expert: int | None = None) -> Tensor:
-        if expert is None:
-            parameter = self._alias.get(parameter, parameter)
-            return self.checkpoint.read(names.to_checkpoint(parameter, self._layout))
-        parts = [
-            self.checkpoint.read(f"{names.expert_module(parameter, expert, part, self._layout)}.weight")
-            for part in names.parts_of(parameter)
-        ]
+        parts = [self.checkpoint.read(name, self._dequantized) for name in self.stored_names(parameter, expert)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def stored_names(self, parameter: str, expert: int | None = None) -> list[str]:
+        """The tensors of the folder that `weight` joins along the rows."""
+        if expert is None:
+            return [names.to_checkpoint(self._alias.get(parameter, parameter), self._layout)]
+        modules = (names.expert_module(parameter, expert, part, self._layout) for part in names.parts_of(parameter))
+        return [f"{module}.weight" for module in modules]
 
     def quantizer(self, tensor: QuantizedTensor, expert: int | None, weight_OI: Tensor) -> WeightQuantizer:
         return slice_quantizer(tensor, expert, weight_OI, self._read_state(tensor.name))
@@ -103,6 +112,14 @@ def slice_quantizer(
 
     Without state, learned scales and clip ratios are found from the weight.
     """
+    own = {key: value.detach() if expert is None else value.detach()[expert] for key, value in state.items()}
+    return quantizer_with(tensor, expert, weight_OI, own)
+
+
+def quantizer_with(
+    tensor: QuantizedTensor, expert: int | None, weight_OI: Tensor, state: Mapping[str, Tensor]
+) -> WeightQuantizer:
+    """A quantiser for one 2-D weight with this state, that of the one expert where there are several."""
     blocks = len(names.parts_of(tensor.name)) if expert is not None else 1
     quantizer = WeightQuantizer(
         tensor.scheme, tensor.quantizer.method, weight_OI.shape, row_blocks=blocks, device=weight_OI.device,
@@ -112,7 +129,6 @@ def slice_quantizer(
         quantizer.initialize(weight_OI)
         return quantizer
     for key, value in state.items():
-        value = value.detach() if expert is None else value.detach()[expert]
         if tuple(value.shape) != quantizer.scale_shape:
             raise SchemeMismatch(
                 f"{tensor.name}: its {key} has shape {tuple(value.shape)}, the scheme {tensor.scheme} wants "

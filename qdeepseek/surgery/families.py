@@ -35,9 +35,12 @@ FUSION_GROUPS: tuple[tuple[str, ...], ...] = (
 
 
 def is_fused_experts(module: nn.Module) -> bool:
-    """True for a module that holds all experts as 3-D `gate_up_proj` (E, 2I, H) and `down_proj` (E, H, I)."""
+    """True for a module that holds all experts as 3-D `gate_up_proj` (E, 2I, H) and `down_proj` (E, H, I).
+
+    A weight that DeepSpeed has partitioned is empty, and keeps its shape as `ds_shape`.
+    """
     weights = (getattr(module, "gate_up_proj", None), getattr(module, "down_proj", None))
-    return all(isinstance(w, Tensor) and w.ndim == 3 for w in weights)
+    return all(isinstance(w, Tensor) and len(getattr(w, "ds_shape", w.shape)) == 3 for w in weights)
 
 
 def part_of(name: str, module: nn.Module) -> Part:

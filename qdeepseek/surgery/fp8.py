@@ -83,19 +83,30 @@ def load_causal_lm(folder: str | Path, *, dtype: torch.dtype = torch.bfloat16, *
             "or downloaded from the Hub"
         )
     config = kwargs.pop("config", None) or AutoConfig.from_pretrained(path)
-    quantization = getattr(config, "quantization_config", None)
+    quantization = check_trainable(path, config)
     if quantization is not None:
-        method = quantization.get("quant_method")
-        if method != "fp8":
-            raise ValueError(
-                f"{path / 'config.json'}: quantization_config.quant_method is {method!r}; only unquantised and fp8 "
-                "checkpoints can be fine-tuned, start from the original weights"
-            )
         _register()
-        if (block := quantization.get("weight_block_size")) is not None:
-            check_fp8_files(path, tuple(block))
         config.quantization_config = {**quantization, "quant_method": _METHOD, "dequantize": True}
     return AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype, **kwargs)
+
+
+def check_trainable(folder: Path, config: Any) -> dict[str, Any] | None:
+    """The config's FP8 quantisation, or None for an unquantised checkpoint.
+
+    Raises ValueError for a checkpoint quantised in another way, or whose FP8 scales do not belong to its weights.
+    """
+    quantization = getattr(config, "quantization_config", None)
+    if quantization is None:
+        return None
+    method = quantization.get("quant_method")
+    if method != "fp8":
+        raise ValueError(
+            f"{folder / 'config.json'}: quantization_config.quant_method is {method!r}; only unquantised and fp8 "
+            "checkpoints can be fine-tuned, start from the original weights"
+        )
+    if (block := quantization.get("weight_block_size")) is not None:
+        check_fp8_files(folder, tuple(block))
+    return quantization
 
 
 @cache

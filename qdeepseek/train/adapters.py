@@ -52,10 +52,7 @@ class AdaptedParameter(ParamWrapper):
         """a (R, I) or (E, R, I), b (O, R) or (E, O, R), s; peft keeps an expert's B in every E-th column."""
         a, b = (getattr(part, NAME).weight for part in (self.lora_A, self.lora_B))
         s = float(self.scaling[NAME])
-        if self.get_param().ndim == 2:
-            return a, b, s
-        experts = int(self.num_experts)
-        return a.reshape(experts, -1, a.shape[-1]), b.reshape(b.shape[0], -1, experts).permute(2, 0, 1), s
+        return *by_expert(a, b, int(self.num_experts) if self.get_param().ndim == 3 else None), s
 
     def adapted(self) -> Tensor:
         """W', like W."""
@@ -83,6 +80,13 @@ class AdaptedParameter(ParamWrapper):
         for part in (self.lora_A, self.lora_B):
             part._apply(move, recurse)
         return self
+
+
+def by_expert(a: Tensor, b: Tensor, experts: int | None) -> tuple[Tensor, Tensor]:
+    """peft's A and B of one parameter as a (E, R, I), b (E, O, R); as they are where there are no experts."""
+    if experts is None:
+        return a, b
+    return a.reshape(experts, -1, a.shape[-1]), b.reshape(b.shape[0], -1, experts).permute(2, 0, 1)
 
 
 def targets_of(model: nn.Module, targets: Sequence[str] | None) -> list[str]:

@@ -7,7 +7,6 @@ import lightning as L
 from lightning.pytorch.callbacks import Callback
 from transformers import PreTrainedTokenizerBase
 
-from qdeepseek.train.adapters import merged
 from qdeepseek.train.save import save_model
 
 
@@ -19,8 +18,7 @@ class SaveBranch(Callback):
 
     def _save(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.global_step == self.step and not self.folder.exists():
-            with merged(pl_module.model):  # type: ignore[arg-type]
-                save_model(pl_module.model, self.tokenizer, self.folder)  # type: ignore[arg-type]
+            save_model(pl_module.model, self.tokenizer, self.folder)  # type: ignore[arg-type]
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._save(trainer, pl_module)

@@ -1,0 +1,187 @@
+"""Run by test_zero_io.py in two processes: models in and out of ZeRO, and real QAT stages under its three stages.
+
+Every check that needs both ranks is made here; rank 0 writes what it found to FOLDER/found.json. The state of each
+trained student is also written as a plain Lightning checkpoint, which the test exports beside the ZeRO one.
+"""
+
+import json
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+from safetensors.torch import load_file
+from transformers import AutoTokenizer, PreTrainedModel
+
+from qdeepseek.surgery import Recipe, plan, prepare
+from qdeepseek.train import qat
+from qdeepseek.train.artifacts import open_folder
+from qdeepseek.train.config import ConfigError
+from qdeepseek.train.gathered import save_gathered, whole_tensors
+from qdeepseek.train.models import ModelConfig, load_model
+from qdeepseek.train.module import FineTune
+from qdeepseek.train.partitioned import load_partitioned
+from qdeepseek.train.run import build_trainer, fit
+from qdeepseek.train.save import save_model
+from qdeepseek.train.zero import deepspeed_config, import_deepspeed
+
+CONF = Path(__file__).parents[2] / "conf"
+
+
+def recipe(method: dict[str, Any]) -> Recipe:
+    config: Any = OmegaConf.to_container(OmegaConf.load(CONF / "quant" / "w4a16_g32.yaml"))
+    config["schemes"]["main"]["method"] = method
+    return Recipe.from_config(config)
+
+
+def run_config(folder: Path, overrides: list[str]) -> dict[str, Any]:
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        config: Any = OmegaConf.to_container(compose("train", [*overrides, f"run_dir={folder}"]), resolve=True)
+    return config
+
+
+def different(model: PreTrainedModel, reference: PreTrainedModel) -> list[str]:
+    """Names of tensors, non-persistent buffers included, in which the gathered model is not the reference."""
+    expected = reference.state_dict() | dict(reference.named_buffers())
+    found = []
+    for name, tensor in [*whole_tensors(model), *model.named_buffers()]:
+        other = expected.pop(name)
+        if tensor.dtype != other.dtype or not torch.equal(tensor, other):
+            found.append(name)
+    tied = {n for n, p in reference.named_parameters(remove_duplicate=False)} - dict(reference.named_parameters()).keys()
+    return found + [f"{name} missing" for name in expected if name not in tied]
+
+
+def check_load(path: Path, dtype: str, method: dict[str, Any] | None, zero: dict[str, Any]) -> list[str]:
+    config = ModelConfig(path=str(path), dtype=dtype)
+    chosen = None if method is None else recipe(method)
+    model, reference = load_partitioned(config, chosen, zero), load_model(config)
+    if chosen is not None:
+        prepare(reference, chosen)
+    wrong = different(model, reference)
+    if model.config.to_dict() != reference.config.to_dict():
+        wrong.append("config")
+    if model.generation_config.to_dict() != reference.generation_config.to_dict():
+        wrong.append("generation_config")
+    if any(p.numel() for p in model.parameters()):
+        wrong.append("a parameter is whole")
+    return wrong
+
+
+def check_save(path: Path, dtype: str, folder: Path, zero: dict[str, Any]) -> list[str]:
+    """`save_gathered` against `save_pretrained` of one process: the same tensors and the same files beside them."""
+    config, tokenizer = ModelConfig(path=str(path), dtype=dtype), AutoTokenizer.from_pretrained(path)
+    gathered, alone = folder / "gathered", folder / "alone"
+    model = load_partitioned(config, None, zero)
+    save_gathered(model, tokenizer, gathered, max_shard_bytes=500_000)
+    save_model(load_model(config), tokenizer, alone)
+    dist.barrier()
+    a, b = (
+        {k: v for file in sorted(place.glob("*.safetensors")) for k, v in load_file(file).items()}
+        for place in (gathered, alone)
+    )
+    wrong = [k for k in a.keys() | b.keys() if k not in a or k not in b or a[k].dtype != b[k].dtype]
+    wrong += [k for k in a.keys() & b.keys() if not torch.equal(a[k], b[k])]
+    texts = {f.name for f in alone.iterdir() if f.suffix != ".safetensors"}
+    wrong += [name for name in texts if (gathered / name).read_bytes() != (alone / name).read_bytes()]
+    full = folder / "full"
+    full.write_text("a file where the folder's parent should be")
+    try:
+        save_gathered(model, tokenizer, full / "model")
+    except OSError:
+        return wrong
+    return [*wrong, "no error from a disk that cannot be written"]
+
+
+def peak_of_load(path: Path, zero: dict[str, Any]) -> dict[str, float]:
+    """Bytes by which this process grew at its highest while it loaded, and the sizes to compare with."""
+    def status(key: str) -> int:
+        line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
+        return int(line.split()[1]) * 1024
+
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
+    before = status("VmRSS")
+    model = load_partitioned(ModelConfig(path=str(path), dtype="bfloat16"), None, zero)
+    peak = status("VmHWM") - before
+    sizes = [p.ds_numel * p.element_size() for p in model.parameters()]
+    return {"peak": peak, "partition": sum(p.ds_tensor.nbytes for p in model.parameters()), "largest": max(sizes),
+            "whole": sum(sizes)}  # fmt: skip
+
+
+def train(config: dict[str, Any], folder: Path) -> float:
+    """The QAT stage of a run; leaves its checkpoint and the same state as a plain one. Returns the last loss."""
+    run = qat.Run.from_config(config)
+    open_folder(run.folder, run.config, plan(run.load("base"), run.recipe))
+    losses: dict[str, Any] = {}
+    stock = qat.fit
+
+    def fit_and_keep(*arguments: Any) -> Any:
+        losses.update(stock(*arguments))
+        return losses
+
+    qat.fit = fit_and_keep
+    try:
+        student = qat.quantise_aware(run)
+    finally:
+        qat.fit = stock
+    state = {f"model.{name}": tensor.clone() for name, tensor in whole_tensors(student)}
+    if dist.get_rank() == 0:
+        torch.save({"state_dict": state, "global_step": run.qat_steps}, folder / "plain.ckpt")
+    return losses["qat/loss"]
+
+
+def train_partitioned(config: dict[str, Any], folder: Path) -> float:
+    """The same stage, its student streamed into partitions instead of built whole."""
+    run = qat.Run.from_config({**config, "run_dir": str(folder)})
+    torch.manual_seed(0)
+    trainer = build_trainer(replace(run.trainer, steps=run.qat_steps), folder, "qat",
+                            strategy=qat.strategy.make(run.strategy, run.trainer.precision))  # fmt: skip
+    trainer.strategy.setup_environment()
+    student = load_partitioned(run.model, run.recipe, trainer.strategy.config)
+    module = FineTune(student, run.qat_optim, run.qat_steps, stage="qat")
+    return fit(trainer, module, run.data.module(), folder, "qat")["qat/loss"]
+
+
+def main(folder: Path, overrides: list[str]) -> None:
+    torch.set_num_threads(1)
+    deepspeed = import_deepspeed()
+    deepspeed.init_distributed("gloo", verbose=False)
+    zero = deepspeed_config(qat.strategy.ZeroConfig("zero3", 3), "32-true")
+    found: dict[str, Any] = {"load": {}, "loss": {}, "seconds": {}}
+    start = time.perf_counter()
+    learned, mse = {"kind": "mse", "learned": True, "mse_grid": 8}, {"kind": "mse", "mse_grid": 8}
+    for name, dtype, method in (
+        ("v3", "float32", learned), ("v3", "bfloat16", mse), ("qwen2", "bfloat16", learned), ("qwen2", "float32", None),
+        ("fp8", "float32", None), ("fp8", "bfloat16", mse),
+    ):  # fmt: skip
+        found["load"][f"{name} {dtype} {method}"] = check_load(folder / name, dtype, method, zero)
+    found["save"] = {name: check_save(folder / name, "bfloat16", folder / f"saved_{name}", zero)
+                     for name in ("v3", "qwen2")}  # fmt: skip
+    try:
+        load_partitioned(ModelConfig(path=str(folder / "broken")), None, zero)
+    except ConfigError as error:
+        found["broken"] = str(error)
+    found["seconds"]["io"] = time.perf_counter() - start
+    peaks: list[Any] = [None, None]
+    dist.all_gather_object(peaks, peak_of_load(folder / "big", zero))
+    found["peaks"] = peaks
+    found["seconds"]["peak"] = time.perf_counter() - start - found["seconds"]["io"]
+    for strategy in ("zero1", "zero2", "zero3"):
+        place = folder / strategy
+        begun = time.perf_counter()
+        found["loss"][strategy] = train(run_config(place, [*overrides, f"strategy={strategy}"]), place)
+        found["seconds"][strategy] = time.perf_counter() - begun
+    config = run_config(folder / "zero3", [*overrides, "strategy=zero3"])
+    found["loss"]["streamed"] = train_partitioned(config, folder / "streamed")
+    if dist.get_rank() == 0:
+        (folder / "found.json").write_text(json.dumps(found, indent=1))
+    dist.barrier()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])
