@@ -17,13 +17,14 @@ from omegaconf import DictConfig, OmegaConf
 
 from eval import compare, report, terminal
 from eval.retention import run_metrics, write_metrics
-from qdeepseek.export.verify import verify
-from qdeepseek.surgery import plan
+from qdeepseek.surgery import Coverage, plan
 from qdeepseek.train import qat
 from qdeepseek.train.artifacts import log_artifacts, open_folder, write_coverage
 from qdeepseek.train.config import USER_ERRORS
 from qdeepseek.train.console import quiet
+from qdeepseek.train.export_saved import export_run
 from qdeepseek.train.pretrain import pretrain
+from qdeepseek.train.zero import is_partitioned
 
 
 def main_job(run: qat.Run) -> None:
@@ -37,19 +38,22 @@ def main_job(run: qat.Run) -> None:
         rank_zero_only(print)(f"recipe {run.recipe.name} quantises nothing: unquantised fine-tune only, in {fp_ft}")
         return
     student = qat.quantise_aware(run)
-    finish(run, student)
+    if not is_partitioned(student.parameters()):
+        coverage = plan(student, run.recipe)  # a method may leave another recipe than it began with
+    finish(run, student, coverage)
 
 
 @rank_zero_only
-def finish(run: qat.Run, student: Any) -> None:
-    coverage = plan(student, run.recipe)  # a method may leave another recipe than it began with
+def finish(run: qat.Run, student: Any, coverage: Coverage) -> None:
     write_coverage(run.folder, coverage)
-    folder = qat.export_student(run, student)
-    with run.timed("verify"):
-        proof = verify(folder, student)
+    proof = export_run(run, student)
     if not proof.ok:
         sys.exit(f"error: {proof}")
     print(proof)
+    folder = proof.folder
+    if not run.config["evaluate"]:
+        print(f"\nexport: {folder}\nnot evaluated (evaluate=false): serve it, or python -m eval.perplexity {folder}")
+        return
     comparison = compare.compare(run, folder)
     retention = compare.retention(run, comparison, folder)
     layers = {run.recipe.name: {"weights": comparison.weights, "hidden": comparison.hidden}}

@@ -26,6 +26,13 @@ class Checkpoints(ModelCheckpoint):
         super().on_train_start(trainer, pl_module)
         self._last_global_step_saved = trainer.global_step
 
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """The last step has a checkpoint, whatever the interval: what is exported from one (ZeRO-3) is the end."""
+        if self._last_global_step_saved != trainer.global_step:
+            candidates = self._monitor_candidates(trainer)
+            self._save_topk_checkpoint(trainer, candidates)
+            self._save_last_checkpoint(trainer, candidates)
+
 
 def is_complete(path: Path) -> bool:
     return path.is_file() or (path / COMPLETE).is_file()

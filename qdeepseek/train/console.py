@@ -14,3 +14,5 @@ def quiet() -> None:
     warnings.filterwarnings("ignore", message=".*isinstance\\(treespec, LeafSpec\\).*")
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
     warnings.filterwarnings("ignore", message=".*Experiment logs directory.*")
+    warnings.filterwarnings("ignore", message=".*The `srun` command is available on your system but is not used.*")
+    warnings.filterwarnings("ignore", message=".*torch.distributed.(all_gather_into|reduce_scatter)_tensor.*")

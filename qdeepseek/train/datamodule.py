@@ -1,8 +1,9 @@
 """Datasets as Lightning loaders whose position is in the checkpoint.
 
 Training batches come from an endless order that is a pure function of (seed, batch number), see data/order.py;
-the state is the number of batches each rank has consumed, so a resumed run reads the very next batch. The
-loader must be resumed on the same number of ranks and batch size, and says so when it is not.
+the state is the number of batches each rank has consumed, so a resumed run reads the very next batch. Batch n of all
+ranks together is the same sequences for every number of ranks whose product with the batch size is the same; a run
+that is resumed with another product is refused.
 """
 
 from collections.abc import Callable, Sequence
@@ -87,10 +88,12 @@ class TokenDataModule(L.LightningDataModule):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         now = self._shape()
         changed = [k for k in now if now[k] != state[k]]
+        if now["world"] * now["batch_size"] == state["world"] * state["batch_size"]:
+            changed = [k for k in changed if k not in ("world", "batch_size")]
         if changed:
             was = ", ".join(f"{k} {state[k]} -> {now[k]}" for k in changed)
             raise ConfigError(
-                f"data: the checkpoint was written with another data order ({was}); resume with the same "
-                f"ranks, data.batch_size, data.seed and data, or start a new run from its weights"
+                f"data: the checkpoint was written with another data order ({was}); resume with the same product of "
+                f"ranks and data.batch_size, the same seed and data, or start a new run from its weights"
             )
         self.start, self._first = state["batches"], state["first"]

@@ -29,8 +29,9 @@ from qdeepseek.train.checkpoints import last_checkpoint
 from qdeepseek.train.config import ConfigError
 from qdeepseek.train.models import DTYPES, checkpoint_folder
 from qdeepseek.train.partitioned import empty_model, skeleton
-from qdeepseek.train.qat import Run
+from qdeepseek.train.qat import Run, export_student
 from qdeepseek.train.saved import Readable, Saved, open_checkpoint
+from qdeepseek.train.zero import is_partitioned
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,17 @@ def export_saved(folder: Path, checkpoint: Path | None = None, output: Path | No
         max_shard_bytes=run.export.max_shard_bytes,
     )
     return Exported(saved, result, verify(result.folder))
+
+
+def export_run(run: Run, student: PreTrainedModel) -> VerifyReport:
+    """Exports what a run has just trained, and proves it: from memory, or from its checkpoint where ZeRO-3 has the
+    student in parts. One process."""
+    if is_partitioned(student.parameters()):
+        with run.timed("export"):
+            return export_saved(run.folder).proof
+    folder = export_student(run, student)
+    with run.timed("verify"):
+        return verify(folder, student)
 
 
 def read_run(folder: Path) -> Run:

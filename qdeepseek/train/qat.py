@@ -46,9 +46,11 @@ from qdeepseek.train.data import BuiltData, DataConfig, build_data
 from qdeepseek.train.loggers import LoggerConfig, loggers, wandb_logger
 from qdeepseek.train.models import DTYPES, ModelConfig, checkpoint_folder, load_model, load_tokenizer, read_config
 from qdeepseek.train.module import FineTune
+from qdeepseek.train.partitioned import load_partitioned, skeleton
 from qdeepseek.train.provenance import git_commit
-from qdeepseek.train.run import TrainerConfig, build_trainer, fit
+from qdeepseek.train.run import TrainerConfig, build_trainer, fit, start_processes
 from qdeepseek.train.save import save_model
+from qdeepseek.train.zero import ZeroConfig, deepspeed_config
 
 
 @dataclass
@@ -135,11 +137,21 @@ class Run:
 
     def load(self, which: str) -> PreTrainedModel:
         """`base`, or a folder that an earlier stage wrote: `branch`, `fp_ft`."""
+        return load_model(self.stage_config(which))
+
+    def stage_config(self, which: str) -> ModelConfig:
+        """`base`, or the folder that an earlier stage wrote, as a model to load."""
         if which == "base":
-            return load_model(self.model)
-        return load_model(
-            replace(self.model, path=str((self.unquantised / which).absolute()), scratch=None, revision=None)
-        )
+            return self.model
+        return replace(self.model, path=str((self.unquantised / which).absolute()), scratch=None, revision=None)
+
+    @property
+    def streams(self) -> bool:
+        """Whether models are read tensor by tensor into partitions, so that no rank ever holds one whole: ZeRO-3, but
+        for what needs whole weights at the start (rotation, GPTQ's codes, adapters, a model without checkpoint)."""
+        partitioned = isinstance(self.strategy, ZeroConfig) and self.strategy.stage == 3
+        whole = self.rotates or self.method.rounding == "gptq" or "lora" in self.methods or self.model.path is None
+        return partitioned and not whole
 
     @property
     def rotates(self) -> bool:
@@ -158,7 +170,7 @@ class Run:
 
 def check(run: Run) -> Coverage:
     """Coverage of the base by the recipe; raises CoverageError or ConfigError before any training."""
-    model = run.load("base")
+    model = skeleton(run.model) if run.streams else run.load("base")
     coverage = plan(model, run.recipe)
     layout_of(str(model.config.model_type), fused=coverage.expert_share is not None)
     methods.check(run.methods, run, model)
@@ -184,6 +196,15 @@ def _trainer(run: Run, stage: str, steps: int, callbacks: list[Callback], folder
     )  # fmt: skip
 
 
+def _model(run: Run, trainer: L.Trainer, which: str, recipe: Recipe | None = None) -> PreTrainedModel:
+    """The model of a stage, prepared by `recipe` if it is streamed into partitions (`Run.streams`)."""
+    if not run.streams:
+        return run.load(which)
+    assert isinstance(run.strategy, ZeroConfig)
+    start_processes(trainer)
+    return load_partitioned(run.stage_config(which), recipe, deepspeed_config(run.strategy, run.trainer.precision))
+
+
 def fine_tune(run: Run) -> Path:
     """FP_ft: the unquantised model after N steps, and the branch point on the way. Returns its folder."""
     with unquantised.claimed(run.config) as folder:
@@ -198,13 +219,13 @@ def fine_tune(run: Run) -> Path:
 def _fine_tune(run: Run, folder: Path, done: Path) -> None:
     with run.timed("fp_ft"):
         L.seed_everything(run.seed, verbose=False)
-        model = run.load("base")
         branch = SaveBranch(run.trainer.steps - run.qat_steps, folder / "branch", run.tokenizer)
         balance = [LossFreeBalance(run.method.balance_speed)] if run.method.balance_speed else []
         here = methods.unquantised(run.methods)
+        trainer = _trainer(run, "fp_ft", run.trainer.steps, [*balance, branch, *methods.callbacks(here)], folder)
+        model = _model(run, trainer, "base")
         methods.attach(here, run, model)
         module = FineTune(model, methods.optim(here, run.optim), run.trainer.steps, stage="fp_ft")
-        trainer = _trainer(run, "fp_ft", run.trainer.steps, [*balance, branch, *methods.callbacks(here)], folder)
         fit(trainer, module, run.data.module(), folder, "fp_ft")
         methods.finish(here, run, model)
         save_model(model, run.tokenizer, done)
@@ -229,14 +250,17 @@ def quantise_aware(run: Run, prepare_student: Callable[[PreTrainedModel], object
     method = run.method
     with run.timed("qat"):
         L.seed_everything(run.seed, verbose=False)
-        student = run.load(method.start)
-        (prepare_student or partial(put_quantisers, run))(student)
-        methods.attach(run.methods, run, student)
-        teacher = run.load(method.teacher) if method.distill_weight > 0 else None
-        optim = methods.optim(run.methods, run.qat_optim)
-        module = FineTune(student, optim, run.qat_steps, teacher, method.distill_weight, stage="qat")
         fake_quant = FakeQuant(method.delay_steps, method.cache, method.recompute)
         trainer = _trainer(run, "qat", run.qat_steps, [fake_quant, *methods.callbacks(run.methods)], run.folder)
+        if run.streams and prepare_student is None:
+            student = _model(run, trainer, method.start, run.recipe)
+        else:
+            student = run.load(method.start)
+            (prepare_student or partial(put_quantisers, run))(student)
+        methods.attach(run.methods, run, student)
+        teacher = _model(run, trainer, method.teacher) if method.distill_weight > 0 else None
+        optim = methods.optim(run.methods, run.qat_optim)
+        module = FineTune(student, optim, run.qat_steps, teacher, method.distill_weight, stage="qat")
         done = run.trainer.steps - run.qat_steps if method.start == "branch" else 0
         fit(trainer, module, run.data.module(done * run.trainer.accumulate), run.folder, "qat")
         methods.finish(run.methods, run, student)

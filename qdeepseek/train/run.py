@@ -85,6 +85,16 @@ def build_trainer(
     )
 
 
+def start_processes(trainer: L.Trainer) -> None:
+    """Launch the other processes and join them now, before the fit, for a model that they load together."""
+    if torch.distributed.is_initialized():
+        return
+    launcher = trainer.strategy.launcher
+    if launcher is not None:
+        launcher.launch(lambda: None, trainer=trainer)
+    trainer.strategy.setup_environment()
+
+
 def fit(
     trainer: L.Trainer, module: L.LightningModule, data: L.LightningDataModule, folder: Path, name: str
 ) -> dict[str, Any]:

@@ -16,6 +16,7 @@ whatever tokens a rank has for them, so that ranks never wait for one another. T
 engine is built, so that stage 3 splits and gathers it like the student, and none after, so that no checkpoint has it.
 
 A checkpoint is a folder to which every rank writes. It is complete when it holds COMPLETE, written by rank 0 after all.
+Read by another number of ranks it is first turned into DeepSpeed's universal format, a file a parameter (universal.py).
 """
 
 import json
@@ -38,6 +39,7 @@ from torch import Tensor, nn
 from qdeepseek.surgery.families import is_fused_experts
 from qdeepseek.train.checkpoints import COMPLETE
 from qdeepseek.train.config import ConfigError
+from qdeepseek.train.universal import UNIVERSAL, restore_groups, saved_ranks, to_universal
 
 if TYPE_CHECKING:
     import deepspeed
@@ -163,6 +165,25 @@ class Zero(DeepSpeedStrategy):
         self.barrier()
         if self.is_global_zero:
             (folder / COMPLETE).touch()
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        folder = Path(checkpoint_path)
+        if saved_ranks(folder) == self.world_size:
+            return super().load_checkpoint(checkpoint_path, weights_only)
+        if self.is_global_zero:
+            to_universal(folder)
+        self.barrier()
+        engine: Any = self.deepspeed_engine
+        engine._config.load_universal_checkpoint = True
+        _, state = engine.load_checkpoint(str(folder), tag=UNIVERSAL, load_lr_scheduler_states=False)
+        restore_groups(folder, engine.basic_optimizer)
+        return state
+
+    def teardown(self) -> None:
+        engine: Any = self.model
+        super().teardown()
+        if hasattr(engine, "destroy"):
+            engine.destroy()
 
 
 def mark_leaves(model: nn.Module) -> None:

@@ -27,11 +27,15 @@ class KillAt(Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def main(overrides: list[str], kill: str) -> None:
-    torch.set_num_threads(1)
+def composed_run(overrides: list[str]) -> qat.Run:
     with initialize_config_dir(str(CONF), version_base="1.3"):
         config: Any = OmegaConf.to_container(compose("train", overrides=overrides), resolve=True)
-    run = qat.Run.from_config(config)
+    return qat.Run.from_config(config)
+
+
+def main(overrides: list[str], kill: str) -> None:
+    torch.set_num_threads(1)
+    run = composed_run(overrides)
     if kill:
         stage, batch = kill.split(":")
         run.callbacks = (KillAt(stage, int(batch)),)

@@ -142,7 +142,7 @@ def test_scales_are_a_group_of_their_own(tiny_model):
 def test_resuming_with_another_data_order_is_refused():
     data = TokenDataModule(Rows(), Rows(), 2, collate, seed=0)
     state = {"batches": 4, "first": 0, "world": 1, "batch_size": 4, "seed": 0, "items": 32, "data_hash": ""}
-    with pytest.raises(ConfigError, match=r"another data order \(batch_size 4 -> 2\); resume with the same"):
+    with pytest.raises(ConfigError, match=r"another data order \(batch_size 4 -> 2\); resume with the same product"):
         data.load_state_dict(state)
 
 

@@ -53,7 +53,9 @@ def different(model: PreTrainedModel, reference: PreTrainedModel) -> list[str]:
         other = expected.pop(name)
         if tensor.dtype != other.dtype or not torch.equal(tensor, other):
             found.append(name)
-    tied = {n for n, p in reference.named_parameters(remove_duplicate=False)} - dict(reference.named_parameters()).keys()
+    tied = {n for n, p in reference.named_parameters(remove_duplicate=False)} - dict(
+        reference.named_parameters()
+    ).keys()
     return found + [f"{name} missing" for name in expected if name not in tied]
 
 
@@ -100,6 +102,7 @@ def check_save(path: Path, dtype: str, folder: Path, zero: dict[str, Any]) -> li
 
 def peak_of_load(path: Path, zero: dict[str, Any]) -> dict[str, float]:
     """Bytes by which this process grew at its highest while it loaded, and the sizes to compare with."""
+
     def status(key: str) -> int:
         line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
         return int(line.split()[1]) * 1024

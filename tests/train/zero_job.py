@@ -119,7 +119,7 @@ def cage(where: str, model: str, folder: Path) -> dict[str, Any]:
 
 def lowering(where: str, model: str, folder: Path) -> dict[str, Any]:
     student, own = student_of(model), folder / f"rank{torch.distributed.get_rank()}"
-    precision = attached(progressive(), student, own, 8)
+    precision = attached(progressive(warmup=1), student, own, 8)
     found = fit(where, student, [FakeQuant(), precision], folder, steps=8)
     return {**found, "rungs": precision.scheduler.rungs}
 

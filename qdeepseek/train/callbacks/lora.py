@@ -27,6 +27,7 @@ from qdeepseek.train.callbacks.compensation_cage import Cage
 from qdeepseek.train.callbacks.compensation_lsq import ScaleGradients
 from qdeepseek.train.callbacks.precision import Precision
 from qdeepseek.train.config import ConfigError, OptimConfig
+from qdeepseek.train.zero import gathered, is_partitioned
 
 STAGES = ("both", "qat")
 NEED_WEIGHTS: dict[str, tuple[type, ...]] = {"compensation": (Cage, ScaleGradients), "precision": (Precision,)}
@@ -131,19 +132,29 @@ class LoRA(Callback):
         start = run.method.start if quantised else "base"
         base = str(run.model.path) if start == "base" else str((run.unquantised / start).absolute())
         folder = run.folder / "adapter" if quantised else run.unquantised / "adapter_fp_ft"
-        rank_zero_only(adapters.save)(student, folder, base)
-        adapters.merge(student, run.device)
+        wrappers = adapters.adapters(student)
+        with gathered(p for w in wrappers for part in (w.lora_A, w.lora_B) for p in part.parameters()):
+            rank_zero_only(adapters.save)(student, folder, base)
+        if not is_partitioned(student.parameters()):  # else save_model and the export merge, a parameter at a time
+            adapters.merge(student, run.device)
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._norms = [w.get_param().detach().float().norm() for w in adapters.adapters(pl_module)]
+        self._norms = []
+        for wrapper in adapters.adapters(pl_module):
+            with gathered([wrapper.get_param()]):
+                self._norms.append(wrapper.get_param().detach().float().norm())
         self._step = trainer.global_step
+
+    @staticmethod
+    def _ratio(wrapper: adapters.AdaptedParameter, norm: Tensor) -> Tensor:
+        with gathered([*wrapper.lora_A.parameters(), *wrapper.lora_B.parameters()]):
+            return low_rank_norm(*wrapper.factors()) / norm
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
         if trainer.global_step == self._step:  # inside an accumulation
             return
         self._step = trainer.global_step
         if self._step % self.log_every == 0:
-            wrappers = adapters.adapters(pl_module)
-            ratios = torch.stack([low_rank_norm(*w.factors()) / n for w, n in zip(wrappers, self._norms, strict=True)])
+            ratios = torch.stack([self._ratio(*pair) for pair in zip(adapters.adapters(pl_module), self._norms)])
             pl_module.log("lora/delta_mean", ratios.mean())
             pl_module.log("lora/delta_max", ratios.max())

@@ -42,7 +42,7 @@ from qdeepseek.surgery.fusion import FusionGroup, fusion_groups, keep_levels
 from qdeepseek.train.config import ConfigError, build
 from qdeepseek.train.events import EventLog
 from qdeepseek.train.gradients import LocalMoments
-from qdeepseek.train.zero import elements, engine_of, gathered, refresh, steps_now
+from qdeepseek.train.zero import ZeroConfig, elements, engine_of, gathered, refresh, steps_now
 
 Pending = tuple[Tensor, Any]  # (2, groups) on the host, and the event after which it is there
 
@@ -105,6 +105,11 @@ class Precision(Callback):
                     f"{run.method.delay_steps} to 0"
                 )
             return
+        if self.rule.finalize == "keep" and isinstance(run.strategy, ZeroConfig) and run.strategy.stage == 3:
+            raise ConfigError(
+                f"method.precision.finalize keep: strategy {run.strategy.name} exports from its checkpoint, by the "
+                "recipe that the run began with; use zero2 or ddp, or finalize target"
+            )
         served = run.export.dtype or run.model.dtype
         schemes = [(rule.name, rule.scheme) for rule in run.recipe.rules if rule.scheme is not None]
         loose = [name for name, scheme in schemes if scheme.weight.serve_dtype is None]

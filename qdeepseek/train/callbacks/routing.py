@@ -266,6 +266,8 @@ class Routing(Callback):
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         self._restored = checkpoint.get("qdeepseek_routing", {})
+        if self.routers:  # DeepSpeed restores after on_fit_start
+            self._restore(trainer.is_global_zero)
 
     def _restore(self, first_rank: bool) -> None:
         state, self._restored = self._restored, {}

@@ -1,0 +1,55 @@
+"""A ZeRO checkpoint for another number of ranks: DeepSpeed's universal format, one file a parameter and moment.
+
+DeepSpeed 0.19 gives every parameter group the settings of the first when it reads this format at stage 3: learned
+scales would go on with the weights' learning rate. `restore_groups` puts each group's own back.
+
+Converted once, beside the checkpoint's own files, by DeepSpeed's `ds_to_universal`; it needs the disk space of the fp32
+weights and moments again, and memory for one parameter.
+"""
+
+import shutil
+from argparse import Namespace
+from pathlib import Path
+
+import torch
+
+from qdeepseek.train.config import ConfigError
+
+TAG, UNIVERSAL = "checkpoint", "universal"  # TAG: where Lightning lets DeepSpeed write
+
+
+def saved_ranks(folder: Path) -> int:
+    """How many ranks wrote a ZeRO checkpoint. Raises ConfigError for anything else."""
+    files = list((folder / TAG).glob("*zero_pp_rank_*_optim_states.pt"))
+    if not files:
+        raise ConfigError(
+            f"checkpoint {folder} was not written by DeepSpeed; resume it with the strategy that wrote it, or start a "
+            f"new run_dir from its weights"
+        )
+    return len(files)
+
+
+def to_universal(folder: Path) -> Path:
+    """Convert, unless it was done before. One process."""
+    target = folder / UNIVERSAL
+    if target.exists():
+        return target
+    from deepspeed.checkpoint import ds_to_universal
+
+    temporary = folder / f"{UNIVERSAL}.partial"
+    shutil.rmtree(temporary, ignore_errors=True)
+    ds_to_universal.main(
+        Namespace(
+            input_folder=str(folder / TAG), output_folder=str(temporary), num_extract_workers=1, num_merge_workers=1,
+            keep_temp_folder=False, strict=True, inject_missing_state=True,
+        )
+    )  # fmt: skip
+    temporary.rename(target)
+    return target
+
+
+def restore_groups(folder: Path, optimizer: torch.optim.Optimizer) -> None:
+    """Settings of every parameter group as they were saved."""
+    saved = torch.load(folder / UNIVERSAL / "zero" / "optimizer_state.pt", weights_only=False)["param_groups"]
+    for group, before in zip(optimizer.param_groups, saved, strict=True):
+        group.update({key: value for key, value in before.items() if key != "params"})
