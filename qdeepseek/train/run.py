@@ -9,7 +9,9 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback, LearningRateMonitor
 from lightning.pytorch.loggers import Logger
-from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.strategies import DeepSpeedStrategy, Strategy
+from lightning.pytorch.utilities import GradClipAlgorithmType
 
 from qdeepseek.train.callbacks.progress import StepProgress
 from qdeepseek.train.callbacks.rng import RandomState
@@ -61,7 +63,7 @@ def build_trainer(
         max_epochs=-1,
         accumulate_grad_batches=config.accumulate,
         gradient_clip_val=config.clip_norm,
-        precision=config.precision,  # type: ignore[arg-type]
+        **precision_options(config.precision, config.accelerator, strategy),
         accelerator=config.accelerator,
         devices=config.devices,
         num_nodes=config.nodes,
@@ -83,6 +85,22 @@ def build_trainer(
         use_distributed_sampler=False,
         default_root_dir=folder,
     )
+
+
+class BF16Mixed(MixedPrecision):
+    """Lightning refuses to clip for an optimizer that unscales gradients itself (fused AdamW), also where nothing is
+    scaled; the guard needs that optimizer to skip a step without a sync."""
+
+    def clip_gradients(self, optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: Any = None) -> None:
+        Precision.clip_gradients(self, optimizer, clip_val, gradient_clip_algorithm or GradClipAlgorithmType.NORM)
+
+
+def precision_options(precision: str, accelerator: str, strategy: Strategy | str) -> dict[str, Any]:
+    """Lightning's `precision`, or the plugin that stands for it."""
+    if precision != "bf16-mixed" or isinstance(strategy, DeepSpeedStrategy):
+        return {"precision": precision}
+    device = "cuda" if accelerator != "cpu" and torch.cuda.is_available() else "cpu"
+    return {"plugins": [BF16Mixed("bf16-mixed", device)]}
 
 
 def start_processes(trainer: L.Trainer) -> None:

@@ -1,4 +1,4 @@
-"""Runs under ZeRO that both ranks are killed in: continued bit for bit by two ranks, and by one (zero_resume_job.py)."""
+"""Runs under ZeRO in which both ranks are killed, continued bit for bit by two ranks, and by one."""
 
 import json
 import shutil

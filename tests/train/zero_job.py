@@ -19,6 +19,7 @@ from qdeepseek.train.callbacks.precision import on_spikes, progressive
 from qdeepseek.train.callbacks.routing import Routing
 from qdeepseek.train.config import OptimConfig
 from qdeepseek.train.module import FineTune
+from qdeepseek.train.run import precision_options
 from qdeepseek.train.strategy import make
 from qdeepseek.train.zero import ZeroConfig, gathered
 from tests.train.test_config import composed
@@ -68,11 +69,11 @@ def fit(
     where: str, student: Any, callbacks: list[Any], folder: Path, *, steps: int = 4, accumulate: int = 1,
     teacher: Any = None, precision: Any = "32-true",
 ) -> dict[str, Any]:  # fmt: skip
-    losses = Losses()
+    losses, strategy = Losses(), "ddp" if where == "ddp" else make(ZERO[where], precision)
     trainer = L.Trainer(
         max_steps=steps, max_epochs=-1, accumulate_grad_batches=accumulate, gradient_clip_val=0.1, accelerator="cpu",
-        devices=2, strategy="ddp" if where == "ddp" else make(ZERO[where], precision), logger=False,
-        precision=precision, callbacks=[*callbacks, losses], enable_checkpointing=False, enable_progress_bar=False,
+        devices=2, strategy=strategy, logger=False, **precision_options(precision, "cpu", strategy),
+        callbacks=[*callbacks, losses], enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, limit_val_batches=0, use_distributed_sampler=False, default_root_dir=folder,
     )  # fmt: skip
     module = FineTune(

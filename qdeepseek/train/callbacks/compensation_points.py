@@ -50,7 +50,7 @@ def find_points(model: nn.Module) -> list[Point]:
         if module is embedding:
             found.append(Point("embedding", short, module, 1))
         elif is_fused_experts(module):
-            experts = len(module.down_proj)
+            experts = int(module.num_experts)
             found += [
                 Point("up", f"{short}.up_proj", module, experts),
                 Point("down", f"{short}.down_proj", module, experts),
