@@ -73,7 +73,7 @@ def export_saved(folder: Path, checkpoint: Path | None = None, output: Path | No
         output or folder / "export" / run.export.format,
         recipe=run.recipe,
         dtype=DTYPES[run.export.dtype or run.model.dtype],
-        weights=SavedSource(model, saved, adapted),
+        weights=SavedSource(model, saved, adapted, fixed_scales=run.method.rounding == "gptq"),
         source=checkpoint_folder(run.model) if run.model.path else None,
         tokenizer=run.tokenizer,
         source_model=run.model.path,
@@ -137,11 +137,11 @@ def _adapted(run: Run, model: nn.Module) -> dict[str, Adapter]:
 class SavedSource:
     """The exporter's source (export/sources.py) in a checkpoint."""
 
-    def __init__(self, model: nn.Module, saved: Saved, adapted: Mapping[str, Adapter]):
+    def __init__(self, model: nn.Module, saved: Saved, adapted: Mapping[str, Adapter], fixed_scales: bool = False):
         self.saved, self.adapted = saved, adapted
         self._tensors = {name.replace(".base_layer", ""): tensor for name, tensor in saved.tensors.items()}
         self._merged: tuple[str, Tensor | None] = ("", None)
-        self._check(model)
+        self._check(model, fixed_scales)
 
     def weight(self, parameter: str, expert: int | None = None) -> Tensor:
         if parameter in self.adapted:
@@ -165,7 +165,7 @@ class SavedSource:
             self._merged = (parameter, whole)
         return whole
 
-    def _check(self, model: nn.Module) -> None:
+    def _check(self, model: nn.Module, fixed_scales: bool) -> None:
         """Refuses a checkpoint that is not one of this model with this recipe."""
         where, tensors = f"checkpoint {self.saved.path}", self._tensors
         for entry in entries_of(model):
@@ -182,21 +182,27 @@ class SavedSource:
                 f"{where}: {len(raised)} quantisers stand above their target, first {raised[0]}; train to the end, "
                 f"where they are back (method.precision.finalize: target), or let the run itself export"
             )
-        prefixes = {state_prefix(t.name): t for t in quantized_tensors(model)}
-        for name in tensors:
-            module, _, key = name.rpartition(".")
-            if module.endswith("_quantizer") and key in STATE and f"{module}." not in prefixes:
-                raise SchemeMismatch(f"{where} has {name}, which the run's recipe does not quantise; see config.yaml")
-        for prefix, tensor in prefixes.items():
-            wants = [key for key in STATE if getattr(tensor.quantizer, key) is not None and prefix + key not in tensors]
-            if wants:
-                raise SchemeMismatch(
-                    f"{where} has no {prefix}{wants[0]}, which the run's recipe wants; see config.yaml"
-                )
+        self._check_state(model, fixed_scales)
         extra = [name for name in tensors if ".lora_" in name]
         if bool(extra) != bool(self.adapted):
             there = f"adapters (first {extra[0]})" if extra else "no adapters"
             raise ConfigError(f"{where} has {there}, and method.lora is {'off' if extra else 'on'} in config.yaml")
+
+    def _check_state(self, model: nn.Module, fixed_scales: bool) -> None:
+        """Quantisers must have exactly the state that the recipe gives them, fixed scales (GPTQ) besides."""
+        wanted, optional = set(), set()
+        for tensor in quantized_tensors(model):
+            prefix = state_prefix(tensor.name)
+            own = {prefix + key for key in STATE if getattr(tensor.quantizer, key) is not None}
+            wanted |= own
+            optional |= {prefix + key for key in ("scale", "zero") if fixed_scales} - own
+        stored = {name for name in self._tensors if name.rpartition(".")[0].endswith("_quantizer")}
+        odd = sorted(wanted - stored) or sorted(stored - wanted - optional)
+        if odd:
+            raise SchemeMismatch(
+                f"checkpoint {self.saved.path} {'lacks' if odd[0] in wanted else 'has'} {odd[0]}: it was not trained "
+                f"with the recipe in the run's config.yaml"
+            )
 
 
 def _slice(tensor: Readable, expert: int | None = None) -> Tensor:

@@ -129,6 +129,11 @@ class _Loader:
         self.partition = Partitioner(zero_config)
         self.device = self.partition.device
         self.quantized = {tensor.name: tensor for tensor in quantized_tensors(model)}
+        # every whole tensor lies in the same memory; one of its own each would leave holes between the partitions
+        largest: dict[torch.dtype, int] = {}
+        for parameter in model.parameters():
+            largest[parameter.dtype] = max(parameter.numel(), largest.get(parameter.dtype, 0))
+        self._scratch = {d: torch.empty(numel, dtype=d, device=self.device) for d, numel in largest.items()}
 
     @torch.no_grad()
     def fill(self) -> None:
@@ -146,7 +151,7 @@ class _Loader:
 
     def _load(self, name: str, empty: nn.Parameter) -> nn.Parameter:
         """Reads the parameter, sets its quantiser up, partitions both."""
-        weight = torch.empty(empty.shape, dtype=empty.dtype, device=self.device)
+        weight = self._scratch[empty.dtype][: empty.numel()].view(empty.shape)
         if self.reads:
             for index, read in self._slices(name, empty):
                 weight[index].copy_(read)

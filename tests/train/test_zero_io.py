@@ -10,6 +10,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -31,12 +32,13 @@ from qdeepseek.train.saved import open_checkpoint
 JOB = Path(__file__).with_name("zero_io_job.py")
 ROOT = Path(__file__).parents[2]
 BLOCK = 128
-BIG = dict(
-    vocab_size=512, hidden_size=512, intermediate_size=1024, moe_intermediate_size=256, num_hidden_layers=24,
-    num_attention_heads=4, num_key_value_heads=4, n_shared_experts=1, n_routed_experts=18, num_experts_per_tok=2,
-    n_group=1, topk_group=1, first_k_dense_replace=1, q_lora_rank=256, kv_lora_rank=256, qk_nope_head_dim=64,
-    qk_rope_head_dim=32, v_head_dim=64, max_position_embeddings=128, num_nextn_predict_layers=0,
-)  # fmt: skip
+BIG = {
+    "vocab_size": 512, "hidden_size": 512, "intermediate_size": 1024, "moe_intermediate_size": 256,
+    "num_hidden_layers": 13, "num_attention_heads": 4, "num_key_value_heads": 4, "n_shared_experts": 1,
+    "n_routed_experts": 36, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+    "q_lora_rank": 256, "kv_lora_rank": 256, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64,
+    "max_position_embeddings": 128, "num_nextn_predict_layers": 0,
+}  # fmt: skip
 
 
 def write_v3(folder: Path, tiny_config) -> None:
@@ -89,7 +91,7 @@ def write_fp8(folder: Path, source: Path) -> None:
 
 
 def write_big(folder: Path, shard: int) -> None:
-    """About 400 MB of bf16 in many shards, none of its tensors above 9 MB."""
+    """About 400 MB of bf16 in many shards, none of its tensors above 19 MB."""
     config = transformers.DeepseekV3Config(**BIG)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
@@ -113,20 +115,15 @@ def run_job(folder: Path, overrides: list[str]) -> dict:
         port = str(probe.getsockname()[1])
     shared = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2", "HF_HUB_OFFLINE": "1",
               "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "DS_ACCELERATOR": "cpu"}  # fmt: skip
-    logs = [open(folder / f"rank{rank}.log", "w") for rank in range(2)]
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(JOB), str(folder), *overrides], stdout=log, stderr=subprocess.STDOUT,
-            env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-        )
-        for rank, log in enumerate(logs)
-    ]  # fmt: skip
-    try:
+    command = [sys.executable, str(JOB), str(folder), *overrides]
+    with ExitStack() as stack:
+        ranks = []
+        for rank in range(2):
+            log = stack.enter_context(open(folder / f"rank{rank}.log", "w"))
+            own = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            ranks.append(subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=own))
+            stack.callback(ranks[-1].kill)
         codes = [process.wait(timeout=420) for process in ranks]
-    finally:
-        for process, log in zip(ranks, logs, strict=True):
-            process.kill()
-            log.close()
     assert codes == [0, 0], "\n".join((folder / f"rank{rank}.log").read_text()[-3000:] for rank in range(2))
     return json.loads((folder / "found.json").read_text())
 
@@ -158,7 +155,7 @@ def hashes(folder: Path) -> dict[str, str]:
 
 @pytest.mark.slow
 def test_partitions_of_a_checkpoint_are_those_of_a_whole_load(job):
-    assert job[1]["load"] == dict.fromkeys(job[1]["load"], [])
+    assert job[1]["load"] == {case: [] for case in job[1]["load"]}
     assert len(job[1]["load"]) == 6
     assert "model.layers.2.mlp.experts.5.up_proj.weight (missing)" in job[1]["broken"]
 
@@ -167,7 +164,7 @@ def test_partitions_of_a_checkpoint_are_those_of_a_whole_load(job):
 def test_a_rank_holds_its_share_and_a_few_tensors(job):
     for rank in job[1]["peaks"]:
         print({key: f"{value / 1e6:.0f} MB" for key, value in rank.items()})
-        assert rank["whole"] > 300e6 and rank["largest"] < rank["whole"] / 30
+        assert rank["whole"] > 300e6 and rank["largest"] < rank["whole"] / 15
         assert rank["peak"] < rank["partition"] + 5 * rank["largest"]
 
 
@@ -225,7 +222,7 @@ def test_what_is_wrong_with_a_checkpoint_is_said(job, tmp_path):
     second.write_bytes((second.parent / first).read_bytes())
     config = (run / "config.yaml").read_text()
     (run / "config.yaml").write_text(config.replace("learned: true", "learned: false"))
-    assert "weight_quantizer.scale" in error(last)
+    assert "lacks model.layers.0.mlp.down_proj.weight_quantizer.clip_ratio" in error(last)
     (run / "config.yaml").write_text(config.replace("delay_steps: 0", "delay_steps: 9"))
     assert "method.delay_steps 9" in error(last)
     (run / "config.yaml").write_text(config)
@@ -238,8 +235,7 @@ def test_what_is_wrong_with_a_checkpoint_is_said(job, tmp_path):
 
 
 @pytest.mark.slow
-def test_exporting_a_partitioned_checkpoint_needs_little_memory(job):
-    """A checkpoint of ZeRO-3 is read in slices: of a tensor no more than one expert is in memory."""
+def test_any_slice_of_a_partitioned_tensor(job):
     saved = open_checkpoint(next((job[0] / "zero3" / "checkpoints" / "qat").glob("step=*.ckpt")))
     state = torch.load(job[0] / "zero3" / "plain.ckpt")["state_dict"]
     assert {f"model.{name}" for name in saved.tensors} == set(state)
@@ -247,3 +243,9 @@ def test_exporting_a_partitioned_checkpoint_needs_little_memory(job):
         whole = state[f"model.{name}"].reshape(-1)
         begin, end = len(whole) // 3, len(whole) - len(whole) // 4
         assert torch.equal(tensor.read(begin, end), whole[begin:end]), name
+
+
+@pytest.mark.slow
+def test_a_bf16_engine_and_frozen_weights(job):
+    """What is read is the bf16 weight that the forward used: DeepSpeed's fp32 copy, rounded."""
+    assert job[1]["bf16"] == []

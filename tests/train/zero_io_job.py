@@ -8,6 +8,7 @@ import json
 import sys
 import time
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from qdeepseek.surgery import Recipe, plan, prepare
 from qdeepseek.train import qat
+from qdeepseek.train import strategy as strategies
 from qdeepseek.train.artifacts import open_folder
 from qdeepseek.train.config import ConfigError
 from qdeepseek.train.gathered import save_gathered, whole_tensors
@@ -28,7 +30,8 @@ from qdeepseek.train.module import FineTune
 from qdeepseek.train.partitioned import load_partitioned
 from qdeepseek.train.run import build_trainer, fit
 from qdeepseek.train.save import save_model
-from qdeepseek.train.zero import deepspeed_config, import_deepspeed
+from qdeepseek.train.saved import open_checkpoint
+from qdeepseek.train.zero import ZeroConfig, deepspeed_config, import_deepspeed
 
 CONF = Path(__file__).parents[2] / "conf"
 
@@ -48,8 +51,9 @@ def run_config(folder: Path, overrides: list[str]) -> dict[str, Any]:
 def different(model: PreTrainedModel, reference: PreTrainedModel) -> list[str]:
     """Names of tensors, non-persistent buffers included, in which the gathered model is not the reference."""
     expected = reference.state_dict() | dict(reference.named_buffers())
-    found = []
-    for name, tensor in [*whole_tensors(model), *model.named_buffers()]:
+    found, state = [], model.state_dict()
+    kept = [pair for pair in model.named_buffers() if pair[0] not in state]
+    for name, tensor in chain(whole_tensors(model), kept):
         other = expected.pop(name)
         if tensor.dtype != other.dtype or not torch.equal(tensor, other):
             found.append(name)
@@ -143,18 +147,57 @@ def train_partitioned(config: dict[str, Any], folder: Path) -> float:
     run = qat.Run.from_config({**config, "run_dir": str(folder)})
     torch.manual_seed(0)
     trainer = build_trainer(replace(run.trainer, steps=run.qat_steps), folder, "qat",
-                            strategy=qat.strategy.make(run.strategy, run.trainer.precision))  # fmt: skip
+                            strategy=strategies.make(run.strategy, run.trainer.precision))  # fmt: skip
     trainer.strategy.setup_environment()
     student = load_partitioned(run.model, run.recipe, trainer.strategy.config)
+    run.methods["kv_cache"].attach(run, student)
     module = FineTune(student, run.qat_optim, run.qat_steps, stage="qat")
     return fit(trainer, module, run.data.module(), folder, "qat")["qat/loss"]
+
+
+class Wrapped(torch.nn.Module):
+    """The model under the name that it has in FineTune."""
+
+    def __init__(self, model: PreTrainedModel):
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.model(ids, labels=ids, use_cache=False).loss
+
+
+def check_bf16(path: Path, folder: Path) -> list[str]:
+    """Names that `open_checkpoint` reads otherwise than a bf16 engine of stage 3 has them, one of them frozen."""
+    import deepspeed
+
+    model = load_model(ModelConfig(path=str(path), dtype="bfloat16")).train()
+    model.model.embed_tokens.weight.requires_grad_(False)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    engine, *_ = deepspeed.initialize(
+        model=Wrapped(model), optimizer=torch.optim.AdamW(trained, lr=1e-2), dist_init_required=False,
+        config={"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_allow_untested_optimizer": True,
+                "zero_optimization": {"stage": 3, "sub_group_size": 50_000}},
+    )  # fmt: skip
+    for _ in range(2):
+        engine.backward(engine(torch.arange(40)[None]))
+        engine.step()
+    engine.save_checkpoint(str(folder), tag="checkpoint", client_state={"global_step": 2})
+    dist.barrier()
+    (folder / "complete").touch()
+    saved = open_checkpoint(folder)
+    wrong = [] if {t.dtype for t in saved.tensors.values()} >= {torch.bfloat16} else ["nothing is bf16"]
+    for name, tensor in whole_tensors(model):
+        read = saved.tensors[name].read()
+        if read.dtype != tensor.dtype or not torch.equal(read, tensor.reshape(-1)):
+            wrong.append(name)
+    return wrong
 
 
 def main(folder: Path, overrides: list[str]) -> None:
     torch.set_num_threads(1)
     deepspeed = import_deepspeed()
     deepspeed.init_distributed("gloo", verbose=False)
-    zero = deepspeed_config(qat.strategy.ZeroConfig("zero3", 3), "32-true")
+    zero = deepspeed_config(ZeroConfig("zero3", 3), "32-true")
     found: dict[str, Any] = {"load": {}, "loss": {}, "seconds": {}}
     start = time.perf_counter()
     learned, mse = {"kind": "mse", "learned": True, "mse_grid": 8}, {"kind": "mse", "mse_grid": 8}
@@ -181,6 +224,7 @@ def main(folder: Path, overrides: list[str]) -> None:
         found["seconds"][strategy] = time.perf_counter() - begun
     config = run_config(folder / "zero3", [*overrides, "strategy=zero3"])
     found["loss"]["streamed"] = train_partitioned(config, folder / "streamed")
+    found["bf16"] = check_bf16(folder / "qwen2", folder / "bf16")
     if dist.get_rank() == 0:
         (folder / "found.json").write_text(json.dumps(found, indent=1))
     dist.barrier()
