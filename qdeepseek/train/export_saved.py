@@ -43,11 +43,14 @@ class Exported:
     proof: VerifyReport
 
 
-def export_saved(folder: Path, checkpoint: Path | None = None, output: Path | None = None) -> Exported:
+def export_saved(
+    folder: Path, checkpoint: Path | None = None, output: Path | None = None, data_hash: str | None = None
+) -> Exported:
     """Exports the QAT student of the run in `folder`.
 
     checkpoint  default: the newest complete one of the QAT stage
     output      default: RUN/export/FORMAT; an earlier export there is replaced
+    data_hash   of the training data, for the manifest; the checkpoint does not know it
 
     Raises ConfigError for a folder that is no run and for a checkpoint that is missing, broken or of another recipe.
     """
@@ -77,6 +80,7 @@ def export_saved(folder: Path, checkpoint: Path | None = None, output: Path | No
         source=checkpoint_folder(run.model) if run.model.path else None,
         tokenizer=run.tokenizer,
         source_model=run.model.path,
+        data_hash=data_hash,
         max_shard_bytes=run.export.max_shard_bytes,
     )
     return Exported(saved, result, verify(result.folder))
@@ -87,7 +91,7 @@ def export_run(run: Run, student: PreTrainedModel) -> VerifyReport:
     student in parts. One process."""
     if is_partitioned(student.parameters()):
         with run.timed("export"):
-            return export_saved(run.folder).proof
+            return export_saved(run.folder, data_hash=run.data.facts["sha256"]).proof
     folder = export_student(run, student)
     with run.timed("verify"):
         return verify(folder, student)
