@@ -19,6 +19,7 @@ from qdeepseek.train import adapters
 from qdeepseek.train.config import ConfigError
 from qdeepseek.train.export_saved import export_saved, read_run
 from qdeepseek.train.models import load_model
+from qdeepseek.train.saved import open_checkpoint
 
 ROOT = Path(__file__).parents[2]
 
@@ -117,6 +118,32 @@ def write_stage3(folder: Path, model: torch.nn.Module, ranks: int) -> int:
         torch.save(optimizer, place / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
     (place.parent / "complete").touch()
     return flat.nbytes * ranks
+
+
+def test_partitions_with_padding_and_across_groups(tmp_path):
+    """Three ranks, sizes that they do not divide, parts that begin in one flat tensor and end in the next."""
+    weights = {f"model.w{size}": torch.randn(size) for size in (7, 1, 10, 12, 2)}
+    parts = [-(-len(w) // 3) for w in weights.values()]
+    place = tmp_path / "checkpoint"
+    place.mkdir()
+    for rank in range(3):
+        padded = [torch.nn.functional.pad(w, (0, 3 * n - len(w)), value=99.0) for w, n in zip(weights.values(), parts)]
+        flat = torch.cat([w[rank * n : (rank + 1) * n] for w, n in zip(padded, parts)])
+        state = {
+            "module": {name: torch.empty(0) for name in weights}, "buffer_names": [], "global_step": 1,
+            "shared_params": {"model.tied": "model.w7"},
+            "param_shapes": [{n: w.shape} for n, w in weights.items()],
+        }  # fmt: skip
+        torch.save(state, place / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
+        groups = {"partition_count": 3, "fp32_flat_groups": list(flat.split(5))}
+        torch.save({"optimizer_state_dict": groups}, place / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+    (tmp_path / "complete").touch()
+    found = open_checkpoint(tmp_path).tensors
+    assert torch.equal(found["tied"].read(), weights["model.w7"])
+    for name, whole in weights.items():
+        for begin in range(len(whole) + 1):
+            for end in range(begin, len(whole) + 1):
+                assert torch.equal(found[name.removeprefix("model.")].read(begin, end), whole[begin:end])
 
 
 @pytest.mark.slow
