@@ -20,6 +20,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from qdeepseek.train.config import ConfigError
 from qdeepseek.train.provenance import git_commit
 
+STEPS_APART = 10_000_000  # rows that an offline attempt may log
+
 
 @dataclass(frozen=True)
 class LoggerConfig:
@@ -85,8 +87,16 @@ def wandb_logger(config: LoggerConfig, folder: Path, run_config: dict[str, Any])
         id=run_id(folder), name=folder.name, save_dir=folder, project=config.project, entity=config.entity,
         group=config.group, job_type=run_config.get("job"), offline=config.offline, resume="allow",
     )  # fmt: skip
+    earlier = len(list(folder.glob("wandb/*run-*-*"))) if config.offline else 0
     logger.log_hyperparams({**run_config, "commit": git_commit()})
+    _begin(logger, earlier)
     return logger
+
+
+@rank_zero_only
+def _begin(logger: WandbLogger, earlier: int) -> None:
+    """Number the attempt. `wandb sync` appends rising steps alone; offline, nobody knows where the last one ended."""
+    logger.experiment.log({"attempt": earlier}, **({"step": earlier * STEPS_APART} if earlier else {}))
 
 
 def loggers(folder: Path, stage: str, wandb: WandbLogger | None) -> list[Logger]:

@@ -54,7 +54,10 @@ def test_every_combination_composes_and_suits_the_model(tiny_model):
 
 
 def test_the_metric_of_the_sweep_is_one_that_a_run_logs():
-    assert SWEEP["metric"] == {"name": "qat/select_loss", "goal": "minimize"}  # docs/wandb.md; test_main_job.py reads it
+    assert SWEEP["metric"] == {
+        "name": "qat/select_loss",
+        "goal": "minimize",
+    }  # as in docs/wandb.md
 
 
 @pytest.mark.parametrize(
