@@ -12,6 +12,7 @@ from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 
@@ -19,11 +20,13 @@ from eval import compare, report, terminal
 from eval.retention import run_metrics, write_metrics
 from qdeepseek.surgery import Coverage, plan
 from qdeepseek.train import qat
-from qdeepseek.train.artifacts import log_artifacts, open_folder, write_coverage
+from qdeepseek.train.artifacts import open_folder, write_coverage
 from qdeepseek.train.config import USER_ERRORS
 from qdeepseek.train.console import quiet
 from qdeepseek.train.export_saved import export_run
+from qdeepseek.train.loggers import wandb_closed, with_group
 from qdeepseek.train.pretrain import pretrain
+from qdeepseek.train.wandb_record import log_end, log_start
 from qdeepseek.train.zero import is_partitioned
 
 
@@ -32,6 +35,7 @@ def main_job(run: qat.Run) -> None:
     coverage = qat.check(run)
     rank_zero_only(print)(coverage.table(), flush=True)
     open_folder(run.folder, run.config, coverage)
+    log_start(run.wandb, coverage)
     run.data  # noqa: B018  every row is read and checked before anything is trained
     fp_ft = qat.fine_tune(run)
     if coverage.quantized_share == 0:
@@ -63,20 +67,23 @@ def finish(run: qat.Run, student: Any, coverage: Coverage) -> None:
     )  # fmt: skip
     write_metrics(run.folder / "metrics.json", metrics)
     page = report.write_report(run.folder)
-    log_artifacts(run.wandb, run.folder, metrics)
+    log_end(run.wandb, run.folder, metrics)
     print(f"\n{terminal.summary(metrics, page)}\nexport: {folder}")
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="train")
 def main(cfg: DictConfig) -> None:
     config: Any = OmegaConf.to_container(cfg, resolve=True)
-    config["run_dir"] = HydraConfig.get().runtime.output_dir  # the one folder that all ranks and sweep jobs agree on
+    hydra_config = HydraConfig.get()
+    config["run_dir"] = hydra_config.runtime.output_dir  # the one folder that all ranks and sweep jobs agree on
+    config = with_group(config, Path(hydra_config.sweep.dir) if hydra_config.mode == RunMode.MULTIRUN else None)
     quiet()
     try:
-        if config["job"] == "pretrain":
-            print(f"model: {pretrain(config, Path(config['run_dir']))}")
-        else:
-            main_job(qat.Run.from_config(config))
+        with wandb_closed():
+            if config["job"] == "pretrain":
+                print(f"model: {pretrain(config, Path(config['run_dir']))}")
+            else:
+                main_job(qat.Run.from_config(config))
     except USER_ERRORS as error:
         if os.environ.get("HYDRA_FULL_ERROR"):
             raise

@@ -198,10 +198,14 @@ class WeightQuantizer(Levelled):
                 raise ValueError("level bf16 has no codes; set level to target or int8 before quantize")
             scale, zero = self._min_max(w, scheme)
             return grid.quantize(w, scale, zero, scheme), scale.to(scheme.torch_scale_dtype), zero
-        scale, zero = self._scale_and_zero(w)
-        if self.method.learned:
-            scale = grid.round_scale(scale, self.scheme, w.dtype)
+        scale, zero = self.served_scale(w)
         return grid.quantize(w, scale, zero, self.scheme), scale.to(self.scheme.torch_scale_dtype), zero
+
+    @torch.no_grad()
+    def served_scale(self, w: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Scale as served (.., O, G), in the compute dtype of w, and zero point: the target's, at any level."""
+        scale, zero = self._scale_and_zero(w)
+        return (grid.round_scale(scale, self.scheme, w.dtype) if self.method.learned else scale), zero
 
     def defers(self, w: Tensor) -> bool:
         """Whether the forward of w leaves the scale's gradient to `set_scale_grad`."""

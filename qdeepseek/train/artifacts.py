@@ -1,4 +1,4 @@
-"""What a run leaves behind besides its models: the resolved config, the coverage, and copies of both in W&B.
+"""What a run leaves behind besides its models: the resolved config and the coverage.
 
 A folder belongs to one configuration. Continuing it with another one would mix two runs in one report, so
 that is refused, key by key; what only changes where and how long a run works may differ.
@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from omegaconf import OmegaConf
 
@@ -69,27 +68,3 @@ def open_folder(folder: Path, config: Mapping[str, Any], coverage: Coverage) -> 
 def write_coverage(folder: Path, coverage: Coverage) -> None:
     """coverage.json: at the start what the recipe plans, at the end what is exported."""
     (folder / "coverage.json").write_text(json.dumps(coverage.to_dict(), indent=1) + "\n")
-
-
-@rank_zero_only
-def log_artifacts(logger: WandbLogger | None, folder: Path, metrics: Mapping[str, Any]) -> None:
-    """Final table, coverage, figures and a reference to the export, in the run's W&B record."""
-    if logger is None:
-        return
-    import wandb
-
-    run = logger.experiment
-    for scheme, entry in metrics["schemes"].items():
-        measures = ("loss", "kl", "agreement")
-        rows = [[c, *(entry[m].get(c) for m in measures)] for c in entry["loss"]]
-        run.log({f"report/{scheme}": wandb.Table(columns=["column", *measures], data=rows)})
-        for measure, value in entry["gap_recovered"].items():
-            run.summary[f"gap_recovered/{scheme}/{measure}"] = value
-    rows = [[r["part"], r["scheme"], r["parameters"], r["share"]] for r in metrics["coverage"]["rows"]]
-    run.log({"coverage": wandb.Table(columns=["part", "scheme", "parameters", "share"], data=rows)})
-    for figure in sorted((folder / "report" / "figures").glob("*.svg")):
-        run.log({f"figures/{figure.stem}": wandb.Html(figure.read_text(encoding="utf-8"), inject=False)})
-    artifact = wandb.Artifact(f"export-{run.id}", type="model")
-    artifact.add_reference((folder / "export").absolute().as_uri(), checksum=False)
-    run.log_artifact(artifact)
-    wandb.finish()

@@ -139,4 +139,6 @@ class FineTune(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         fused = self._trainer is None or self.trainer.precision != "16-mixed"  # Lightning clips no fused step there
-        return build_optimizer(self.model, self.optim, self.steps, fused)
+        built = build_optimizer(self.model, self.optim, self.steps, fused)
+        built["lr_scheduler"]["name"] = f"{self.stage}/lr"  # of the rates in the log
+        return built

@@ -17,6 +17,7 @@ from qdeepseek.train.models import ModelConfig, load_model, load_tokenizer
 from qdeepseek.train.module import FineTune
 from qdeepseek.train.provenance import git_commit
 from qdeepseek.train.run import TrainerConfig, build_trainer, fit
+from qdeepseek.train.tracking import tracking
 
 
 def pretrain(config: dict[str, Any], folder: Path) -> Path:
@@ -30,14 +31,15 @@ def pretrain(config: dict[str, Any], folder: Path) -> Path:
     data = build_data(data_config, tokenizer, model.config, config["seed"])
     module = FineTune(model, build(OptimConfig, config["optim"], "optim"), trainer_config.steps, stage="pretrain")
     speed = build(MethodConfig, split(config["method"])[0], "method").balance_speed
-    wandb = wandb_logger(build(LoggerConfig, config["logger"], "logger"), folder, config)
+    logger_config = build(LoggerConfig, config["logger"], "logger")
+    wandb = wandb_logger(logger_config, folder, config)
     trainer = build_trainer(
         trainer_config,
         folder,
         "pretrain",
         strategy=config["strategy"]["name"],
         logger=loggers(folder, "pretrain", wandb),
-        callbacks=[LossFreeBalance(speed)] if speed else [],
+        callbacks=[*([LossFreeBalance(speed)] if speed else []), *tracking(logger_config, wandb, [])],
     )
     loaders = data.module()
     start = time.perf_counter()

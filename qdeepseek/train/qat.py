@@ -50,6 +50,7 @@ from qdeepseek.train.partitioned import load_partitioned, skeleton
 from qdeepseek.train.provenance import git_commit
 from qdeepseek.train.run import TrainerConfig, build_trainer, fit, start_processes
 from qdeepseek.train.save import save_model
+from qdeepseek.train.tracking import tracking
 from qdeepseek.train.zero import ZeroConfig, deepspeed_config
 
 
@@ -189,10 +190,11 @@ def check(run: Run) -> Coverage:
 
 
 def _trainer(run: Run, stage: str, steps: int, callbacks: list[Callback], folder: Path) -> L.Trainer:
+    watching = tracking(run.logger, run.wandb, callbacks)
     return build_trainer(
         replace(run.trainer, steps=steps), folder, stage,
         strategy=strategies.make(run.strategy, run.trainer.precision),
-        logger=loggers(run.folder, stage, run.wandb), callbacks=[*callbacks, *run.callbacks],
+        logger=loggers(run.folder, stage, run.wandb), callbacks=[*callbacks, *run.callbacks, *watching],
     )  # fmt: skip
 
 

@@ -1,21 +1,25 @@
 """The main job from load to report as a user runs it, in a process of its own, and W&B's offline record of it."""
 
 import json
+import math
 import os
-import struct
+import re
 import subprocess
 import sys
-import zlib
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.train import wandb_file
+
 ROOT = Path(__file__).parents[2]
 SHORT = ["trainer.steps=4", "trainer.accumulate=1", "trainer.validate_every=2", "trainer.log_every=1",
          "data.report_sequences=16", "data.select_sequences=4", "data.batch_size=2", "method.gptq_sequences=4",
          ]  # fmt: skip
+PLACES = {"<stage>": "(fp_ft|qat|pretrain)", "<layer>": r"(layer_\d+|layers_\d+-\d+|rest)", "<n>": r"\d+",
+          "<group>": "(matrices|vectors|scales)", "<scheme>": r"\w+", "<figure>": r"\w+", "<weight>": r"[\w.]+",
+          "<point>": r"[\w.]+", "<measure>": r"\w+"}  # fmt: skip
 
 
 def train(*overrides: str, **environment: str) -> subprocess.CompletedProcess:
@@ -25,67 +29,104 @@ def train(*overrides: str, **environment: str) -> subprocess.CompletedProcess:
     )
 
 
-def wandb_records(file: Path) -> Iterator[object]:
-    """Records of an offline .wandb file: LevelDB's log format around wandb's own protobufs."""
-    from wandb.proto import wandb_internal_pb2
-
-    data, position, parts = file.read_bytes(), 7, b""
-    while position + 7 <= len(data):
-        room = 32768 - position % 32768
-        if room < 7:
-            position += room
-            continue
-        crc, size, kind = struct.unpack("<IHB", data[position : position + 7])
-        if size == 0 and kind == 0:
-            position += room
-            continue
-        chunk = data[position + 7 : position + 7 + size]
-        assert zlib.crc32(chunk, zlib.crc32(bytes([kind]))) & 0xFFFFFFFF == crc
-        position, parts = position + 7 + size, (chunk if kind in (1, 2) else parts + chunk)
-        if kind in (1, 4):
-            record = wandb_internal_pb2.Record()
-            record.ParseFromString(parts)
-            yield record
-
-
 @pytest.mark.slow
-def test_main_job_with_wandb_then_resumed_under_the_same_id(tmp_path, tiny_folder):
+def test_main_job_with_wandb_failed_then_continued_under_the_same_id(tmp_path, tiny_folder):
     folder = tmp_path / "run"
-    options = [f"model.path={tiny_folder}", f"run_dir={folder}", *SHORT, "logger=wandb", "logger.offline=true"]
-    done = train(*options)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "routed_experts" in done.stdout and f"report: {folder / 'report' / 'report.html'}" in done.stdout
+    options = [f"model.path={tiny_folder}", f"run_dir={folder}", *SHORT[1:], "trainer.steps=8"]
+    options += ["logger=wandb", "logger.offline=true"]
+    options += ["method/routing=observe", "method.routing.log_every=2", "method/precision=progressive",
+                "method.precision.warmup=1", "logger.layers_every=2", "logger.peak_tflops=1"]  # fmt: skip
+    folder.mkdir()
+    (folder / "report").write_text("in the way of the report, as a full disk would be")
+    failed = train(*options)
+    assert failed.returncode == 1 and "error: " in failed.stderr, failed.stderr[-3000:]
+    assert "routed_experts" in failed.stdout
+    before = json.loads((folder / "metrics.json").read_text())
+    entry = before["schemes"]["w4a16_g32"]
+    assert {"fp_ft", "qat", "export", "evaluate"} <= set(before["seconds"])
 
+    (folder / "report").unlink()
+    done = train(*options)  # every stage is complete: taken from the folder, same W&B run
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert f"report: {folder / 'report' / 'report.html'}" in done.stdout
     metrics = json.loads((folder / "metrics.json").read_text())
-    entry = metrics["schemes"]["w4a16_g32"]
+    assert metrics["schemes"]["w4a16_g32"]["loss"] == entry["loss"]
     assert set(entry["loss"]) >= {"base", "fp_ft", "rtn", "gptq", "qat"}
     assert {"kl", "agreement", "gap_recovered", "ci95", "bits_per_weight", "bytes"} <= set(entry)
-    assert {"fp_ft", "qat", "export", "evaluate"} <= set(metrics["seconds"])
     assert (folder / "export" / "compressed_tensors" / "qdeepseek_manifest.json").is_file()
     assert (folder / "config.yaml").is_file() and (folder / "coverage.json").is_file()
 
-    again = train(*options)  # every stage is complete: taken from the folder, same W&B run
-    assert again.returncode == 0, again.stderr[-3000:]
-    second = json.loads((folder / "metrics.json").read_text())["schemes"]["w4a16_g32"]
-    assert second["loss"] == entry["loss"]
-
-    files = sorted(folder.glob("wandb/offline-run-*/run-*.wandb"))
+    first, second = wandb_file.attempts(folder)
     ident = (folder / "wandb_id.txt").read_text().strip()
-    assert len(files) == 2 and all(ident in f.name for f in files)
-    keys, config, artifacts = set(), {}, 0
-    for record in wandb_records(files[0]):
-        kind = record.WhichOneof("record_type")
-        if kind == "history":
-            keys |= {item.key or "/".join(item.nested_key) for item in record.history.item}
-        if kind == "config":
-            config |= {u.key or "/".join(u.nested_key): u.value_json for u in record.config.update}
-        artifacts += kind == "request" and record.request.WhichOneof("request_type") == "log_artifact"
-        artifacts += kind == "artifact"
-    assert {"fp_ft/loss", "qat/kl", "qat/select_loss"} <= keys
-    assert {"coverage/_type", "report/w4a16_g32/_type"} <= keys  # tables: a dict each
-    assert any(key.startswith("figures/") for key in keys)
-    assert any("group_size" in key or "group_size" in value for key, value in config.items())
-    assert artifacts > 0
+    assert first.run["run_id"] == second.run["run_id"] == ident and first.run["project"] == "qdeepseek"
+    assert first.exit_code == 1 and "NotADirectoryError" in first.summary["failure"]
+    assert second.exit_code == 0 and "failure" not in second.summary
+    assert first.values("attempt") == [0] and second.values("attempt") == [1]
+    assert first.values("_step")[-1] < second.values("_step")[0], "what wandb sync needs to append one to the other"
+    check_training_record(first)
+    check_final_record(second, folder, metrics)
+    check_documented(first.names | second.names, first.summary.keys() | second.summary.keys())
+
+
+def check_training_record(record):
+    config = record.config
+    assert config["commit"] and config["qat_optim"]["lr"] == 2e-4
+    assert config["quant"]["schemes"]["main"]["weight"]["group_size"] == 32
+    steps = record.values("trainer/global_step")
+    assert len(record.values("fp_ft/loss")) == 8 and len(record.values("qat/kl")) == 4 and max(steps) == 7
+    assert all(math.isfinite(v) for name in ("fp_ft/loss", "qat/kl", "qat/gradient_norm") for v in record.values(name))
+    assert record.values("fp_ft/lr/matrices")[0] == pytest.approx(2e-4 / 11)  # the first of 10 warm-up steps
+    assert record.values("throughput/fp_ft/tokens") == [512 * (step + 1) for step in range(8)]
+    assert all(0 < value < 1 for value in record.values("throughput/qat/mfu"))
+    load = record.values("routing/layer_1/load")[-1]
+    assert load["_type"] == "histogram" and sum(load["values"]) == 2 * 2 * 2 * 256 and len(load["values"]) == 8
+    coverage = {row["part"]: row for row in record.table("coverage")}
+    assert coverage["routed_experts"]["scheme"] == "W4A16 g32"
+    assert len(record.values("precision/group")) > 0
+
+
+def check_final_record(record, folder, metrics):
+    entry = metrics["schemes"]["w4a16_g32"]
+    table = {row["model"]: row for row in record.table("report/w4a16_g32")}
+    assert {model: row["loss"] for model, row in table.items()} == entry["loss"]
+    assert [table["qat"]["kl_low"], table["qat"]["kl_high"]] == entry["ci95"]["kl"]["qat"]
+    lines = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    events = record.table("precision/events")
+    assert [(e["step"], e["group"], e["to"]) for e in events] == [(e["step"], e["group"], e["to"]) for e in lines]
+    assert record.page("report/page") == (folder / "report" / "report.html").read_text()
+    figures = {f.stem: f.read_text() for f in (folder / "report" / "figures").glob("*.svg")}
+    assert {"curves", "routing", "precision", "w4a16_g32_kl"} <= figures.keys()
+    for name, svg in figures.items():
+        page = record.page(f"figures/{name}")
+        assert svg in page and '<meta charset="utf-8">' in page
+    (export,) = [a for a in record.artifacts if a.kind == "model"]
+    names = {str(f.relative_to(folder / "export")) for f in (folder / "export").rglob("*") if f.is_file()}
+    assert export.references.keys() == names and not export.uploads
+    assert all(Path(ref.removeprefix("file://")).is_file() for ref in export.references.values())
+    assert record.summary["coverage/expert_share"] == 1.0
+
+
+def check_documented(names, summary):
+    """docs/wandb.md names everything that a run logs, and a run logs everything that it promises always."""
+    patterns = documented()
+    known = [re.compile(pattern) for pattern, _ in patterns]
+    unknown = [name for name in sorted(names) if not any(p.fullmatch(name) for p in known)]
+    assert not unknown, f"not in docs/wandb.md: {unknown}"
+    missing = [p for p, always in patterns if always and not any(re.fullmatch(p, name) for name in names | summary)]
+    assert not missing, f"docs/wandb.md promises, and the run did not log: {missing}"
+
+
+def documented():
+    """(pattern, whether every run logs it) of each name in the tables of docs/wandb.md."""
+    found = []
+    for line in (ROOT / "docs" / "wandb.md").read_text().splitlines():
+        cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
+        if line.startswith("| `") and len(cells) == 5:
+            for name in re.findall(r"`([^`]+)`", cells[0]):
+                pattern = re.sub(r"<\w+>", lambda m: PLACES[m[0]], re.escape(name).replace("\\-", "-"))
+                found.append((pattern, cells[4] == "always"))
+    assert len(found) > 30
+    return found
 
 
 @pytest.mark.slow

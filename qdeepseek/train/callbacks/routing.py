@@ -256,6 +256,11 @@ class Routing(Callback):
                 pl_module.log(f"routing/layer_{layer}/temperature", value)
         self._interval.zero_()
 
+    @property
+    def last_interval(self) -> tuple[int, list[int], Tensor] | None:
+        """Step that ended it, indices of MoE layers, loads (M, E) of all ranks on the device; None before the first."""
+        return (self._history[-1][0], self._layers, statistics.loads(self._last)[0]) if self._history else None
+
     # ---- checkpoint and end
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
