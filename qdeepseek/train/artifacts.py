@@ -21,6 +21,7 @@ MAY_DIFFER = (
     "name",
     "logger",
     "strategy",
+    "stop",
     "trainer.threads",
     "trainer.accelerator",
     "trainer.checkpoint_every",

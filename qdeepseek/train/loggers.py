@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from qdeepseek.train.config import ConfigError
 
@@ -34,6 +35,16 @@ def csv_logger(folder: Path, stage: str) -> CSVLogger:
     return CSVLogger(folder / "logs", name=stage, flush_logs_every_n_steps=50)
 
 
+@rank_zero_only
+def wandb_id(folder: Path) -> str:
+    """The run's W&B id, made on its first start; rank 0 alone records, and ranks of a job start at the same moment."""
+    file = folder / "wandb_id.txt"
+    if not file.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        file.write_text(secrets.token_hex(4) + "\n")
+    return file.read_text().strip()
+
+
 def wandb_logger(config: LoggerConfig, folder: Path, run_config: dict[str, Any]) -> WandbLogger | None:
     """The run's W&B logger, or None for kind csv. A resumed folder continues the run it began.
 
@@ -45,11 +56,8 @@ def wandb_logger(config: LoggerConfig, folder: Path, run_config: dict[str, Any])
         import wandb  # noqa: F401
     except ImportError as error:
         raise ConfigError("logger.kind wandb: wandb is not installed; pip install 'qdeepseek[wandb]'") from error
-    id_file = folder / "wandb_id.txt"
-    if not id_file.exists():
-        id_file.write_text(secrets.token_hex(4) + "\n")
     logger = WandbLogger(
-        id=id_file.read_text().strip(), name=folder.name, save_dir=folder, project=config.project,
+        id=wandb_id(folder), name=folder.name, save_dir=folder, project=config.project,
         entity=config.entity, group=config.group, offline=config.offline, resume="allow",
     )  # fmt: skip
     logger.log_hyperparams(run_config)

@@ -9,6 +9,7 @@ import lightning as L
 import torch
 
 from qdeepseek.train.callbacks.balance import LossFreeBalance
+from qdeepseek.train.callbacks.same_config import SameConfig
 from qdeepseek.train.config import MethodConfig, OptimConfig, build
 from qdeepseek.train.data import DataConfig, build_data
 from qdeepseek.train.loggers import LoggerConfig, loggers, wandb_logger
@@ -17,10 +18,11 @@ from qdeepseek.train.models import ModelConfig, load_model, load_tokenizer
 from qdeepseek.train.module import FineTune
 from qdeepseek.train.provenance import git_commit
 from qdeepseek.train.run import TrainerConfig, build_trainer, fit
+from qdeepseek.train.stop import StopRequest
 
 
-def pretrain(config: dict[str, Any], folder: Path) -> Path:
-    """Run `experiment=pretrain_tiny`; returns the folder with the model, {folder}/model."""
+def pretrain(config: dict[str, Any], folder: Path, stop: StopRequest | None = None) -> Path:
+    """Run `experiment=pretrain_tiny` until `stop`; returns the folder with the model, {folder}/model."""
     L.seed_everything(config["seed"], verbose=False)
     model_config = build(ModelConfig, config["model"], "model")
     trainer_config = build(TrainerConfig, config["trainer"], "trainer")
@@ -37,7 +39,8 @@ def pretrain(config: dict[str, Any], folder: Path) -> Path:
         "pretrain",
         strategy=config["strategy"]["name"],
         logger=loggers(folder, "pretrain", wandb),
-        callbacks=[LossFreeBalance(speed)] if speed else [],
+        callbacks=[SameConfig(config), *([LossFreeBalance(speed)] if speed else [])],
+        stop=stop,
     )
     loaders = data.module()
     start = time.perf_counter()
