@@ -55,7 +55,7 @@ def build_trainer(
     stop: StopRequest | None = None,
     validate: bool = True,
 ) -> L.Trainer:
-    """Trainer whose checkpoints lie in folder/checkpoints/name; last.ckpt is a link to the newest. `stop` ends it early."""
+    """Trainer with checkpoints in folder/checkpoints/name, last.ckpt a link to the newest; `stop` ends a fit early."""
     if config.threads:
         torch.set_num_threads(config.threads)
     checkpoints = Checkpoints(
