@@ -12,10 +12,11 @@ from tests.slurm import cluster as slurm
 
 ROOT = Path(__file__).parents[2]
 STEPS = 24
-SHRUNK = [f"trainer.steps={STEPS}", "trainer.validate_every=100", "trainer.checkpoint_every=1000",
-          "trainer.log_every=1", "trainer.threads=1", "data=sft", "data.max_length=128", "data.batch_size=2", "data.report_sequences=8",
-          "data.select_sequences=4", "method.gptq_sequences=4", "logger=wandb", "logger.offline=true",
-          ]  # fmt: skip
+SHRUNK = [
+    f"trainer.steps={STEPS}", "trainer.validate_every=100", "trainer.checkpoint_every=1000", "trainer.log_every=1",
+    "trainer.threads=1", "data=sft", "data.max_length=128", "data.batch_size=2", "data.report_sequences=8",
+    "data.select_sequences=4", "method.gptq_sequences=4", "logger=wandb", "logger.offline=true",
+]  # fmt: skip
 NODE = ["--gpus-per-node=0", "--ntasks-per-node=2", "--cpus-per-task=1"]
 
 
