@@ -113,7 +113,7 @@ class Cluster:
         words = self.command("scontrol", "show", "job", "-o", ident).splitlines()[0].split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
-    def wait(self, ident: str, seconds: float = 240) -> dict[str, str]:
+    def wait(self, ident: str, seconds: float = 900) -> dict[str, str]:
         """The job once it is over, requeued or not."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:

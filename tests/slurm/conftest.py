@@ -12,6 +12,7 @@ from tests.slurm import cluster as slurm
 
 ROOT = Path(__file__).parents[2]
 STEPS = 24
+STRATEGIES = ("ddp", "zero2")
 SHRUNK = [
     f"trainer.steps={STEPS}", "trainer.validate_every=100", "trainer.checkpoint_every=1000", "trainer.log_every=1",
     "trainer.threads=1", "data=sft", "data.max_length=128", "data.batch_size=2", "data.report_sequences=8",
@@ -43,10 +44,10 @@ class Sweep:
 
 @pytest.fixture(scope="session")
 def sweep(cluster, options, tmp_path_factory):
-    """Two jobs of two tasks, seeds 0 and 1, as a user launches them."""
-    folder = tmp_path_factory.mktemp("sweeps") / "seeds"
+    """Two jobs of two tasks, one a strategy, as a user launches them; the runs that no signal stops."""
+    folder = tmp_path_factory.mktemp("sweeps") / "strategies"
     launcher = ["tasks_per_node=2", "gpus_per_node=0", "cpus_per_task=1", "timeout_min=30"]
-    command = [sys.executable, "train.py", "--multirun", "hydra/launcher=slurm", "seed=0,1",
+    command = [sys.executable, "train.py", "--multirun", "hydra/launcher=slurm", f"strategy={','.join(STRATEGIES)}",
                f"hydra.sweep.dir={folder}", *(f"hydra.launcher.{option}" for option in launcher), *options]  # fmt: skip
-    done = subprocess.run(command, cwd=ROOT, env=cluster.env, capture_output=True, text=True, timeout=480)
+    done = subprocess.run(command, cwd=ROOT, env=cluster.env, capture_output=True, text=True, timeout=900)
     return Sweep(folder, done)

@@ -9,7 +9,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from qdeepseek.train import slurm
-from tests.slurm.conftest import NODE, ROOT, STEPS
+from tests.slurm.conftest import NODE, ROOT, STEPS, STRATEGIES
 from tests.train.test_main_job import wandb_records
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.xdist_group("slurm")]
@@ -31,17 +31,17 @@ def weights(folder: Path) -> dict[str, bytes]:
 
 
 def text(file: Path) -> str:
-    return file.read_text().replace("\r", "\n")
+    return file.read_text(errors="replace").replace("\r", "\n")
 
 
 def test_a_sweep_leaves_one_folder_and_one_wandb_run_a_job(sweep):
     logs = "\n".join(text(file)[-2000:] for file in sorted(sweep.folder.glob(".submitit/**/*.err")))
     assert sweep.done.returncode == 0, f"{sweep.done.stderr[-3000:]}\n{logs}"
     assert sorted(path.name for path in sweep.folder.iterdir() if path.is_dir()) == [".submitit", "0", "1"]
-    for seed in (0, 1):
-        folder = sweep.folder / str(seed)
+    for number, strategy in enumerate(STRATEGIES):
+        folder = sweep.folder / str(number)
         config = OmegaConf.load(folder / "config.yaml")
-        assert config.seed == seed and Path(config.run_dir) == folder
+        assert config.strategy.name == strategy and Path(config.run_dir) == folder
         assert len(list((folder / "logs").glob("qat/version_*"))) == 1 and len(weights(folder)) == 3
         facts = json.loads((folder / "metrics.json").read_text())["facts"]
         assert facts["tokens"]["fp_ft"] == STEPS * 2 * 2 * 128  # steps × sequences × ranks × length
@@ -49,23 +49,25 @@ def test_a_sweep_leaves_one_folder_and_one_wandb_run_a_job(sweep):
         assert ident == (folder / "wandb_id.txt").read_text().strip() and group == "/".join(sweep.folder.parts[-2:])
 
 
-def test_a_preempted_job_queues_itself_again_and_ends_with_the_same_weights(cluster, sweep, options, tmp_path):
+@pytest.mark.parametrize(("number", "signal"), [(0, "SIGUSR1"), (1, "SIGTERM")], ids=STRATEGIES)
+def test_a_preempted_job_queues_itself_again_and_ends_with_the_same_weights(
+    cluster, sweep, options, tmp_path, number, signal
+):
     folder, log = tmp_path / "run", tmp_path / "job.out"
-    job = cluster.submit(
-        *NODE, f"--output={log}", f"--chdir={ROOT}", "slurm/train.sbatch", *options, f"run_dir={folder}"
-    )
-    end = time.monotonic() + 240
+    options = [*options, f"strategy={STRATEGIES[number]}", f"run_dir={folder}"]
+    job = cluster.submit(*NODE, f"--output={log}", f"--chdir={ROOT}", "slurm/train.sbatch", *options)
+    end = time.monotonic() + 900
     while not (log.exists() and re.search(rf"fp_ft.* [1-9]\d*/{STEPS} ", text(log))):
         assert time.monotonic() < end, text(log)
         time.sleep(0.05)
-    cluster.command("scancel", "--signal=USR1", job)
+    cluster.command("scancel", f"--signal={signal}", job)
     done = cluster.wait(job)
     said = re.search(
-        rf"stopped by SIGUSR1 after step (\d+) of {STEPS} of fp_ft, all of it saved in {folder}; (.*)", text(log)
+        rf"stopped by {signal} after step (\d+) of {STEPS} of fp_ft, all of it saved in {folder}; (.*)", text(log)
     )
     assert said and 0 < int(said[1]) < STEPS and said[2] == f"job {job} queues itself again and continues there"
     assert (done["JobState"], done["ExitCode"], done["Restarts"]) == ("COMPLETED", "0:0", "1"), text(log)[-3000:]
-    assert weights(folder) == weights(sweep.folder / "0")
+    assert weights(folder) == weights(sweep.folder / str(number))
     first, second = recorded_runs(folder)
     assert first == second and first[0] == (folder / "wandb_id.txt").read_text().strip()
 
