@@ -65,6 +65,7 @@ def finish(run: qat.Run, student: Any, coverage: Coverage) -> None:
     )  # fmt: skip
     write_metrics(run.folder / "metrics.json", metrics)
     page = report.write_report(run.folder)
+    run.stop.stage_ended("report")
     log_artifacts(run.wandb, run.folder, metrics)
     print(f"\n{terminal.summary(metrics, page)}\nexport: {folder}")
 

@@ -13,6 +13,8 @@ from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from qdeepseek.train.config import ConfigError
+from qdeepseek.train.stop import StopRequest
+from qdeepseek.train.wandb_logger import StoppableWandb
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,9 @@ def wandb_id(folder: Path) -> str:
     return file.read_text().strip()
 
 
-def wandb_logger(config: LoggerConfig, folder: Path, run_config: dict[str, Any]) -> WandbLogger | None:
+def wandb_logger(
+    config: LoggerConfig, folder: Path, run_config: dict[str, Any], stop: StopRequest | None = None
+) -> WandbLogger | None:
     """The run's W&B logger, or None for kind csv. A resumed folder continues the run it began.
 
     Raises ConfigError where wandb is not installed.
@@ -56,8 +60,8 @@ def wandb_logger(config: LoggerConfig, folder: Path, run_config: dict[str, Any])
         import wandb  # noqa: F401
     except ImportError as error:
         raise ConfigError("logger.kind wandb: wandb is not installed; pip install 'qdeepseek[wandb]'") from error
-    logger = WandbLogger(
-        id=wandb_id(folder), name=folder.name, save_dir=folder, project=config.project,
+    logger = StoppableWandb(
+        stop or StopRequest(), id=wandb_id(folder), name=folder.name, save_dir=folder, project=config.project,
         entity=config.entity, group=config.group, offline=config.offline, resume="allow",
     )  # fmt: skip
     logger.log_hyperparams(run_config)

@@ -32,7 +32,7 @@ def pretrain(config: dict[str, Any], folder: Path, stop: StopRequest | None = No
     data = build_data(data_config, tokenizer, model.config, config["seed"])
     module = FineTune(model, build(OptimConfig, config["optim"], "optim"), trainer_config.steps, stage="pretrain")
     speed = build(MethodConfig, split(config["method"])[0], "method").balance_speed
-    wandb = wandb_logger(build(LoggerConfig, config["logger"], "logger"), folder, config)
+    wandb = wandb_logger(build(LoggerConfig, config["logger"], "logger"), folder, config, stop)
     trainer = build_trainer(
         trainer_config,
         folder,

@@ -110,7 +110,7 @@ class Run:
 
     @cached_property
     def wandb(self) -> WandbLogger | None:
-        return wandb_logger(self.logger, self.folder, self.config)
+        return wandb_logger(self.logger, self.folder, self.config, self.stop)
 
     @cached_property
     def data(self) -> BuiltData:

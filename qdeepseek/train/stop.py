@@ -79,6 +79,12 @@ class StopRequest:
             raise Stopped(f"after stage {stage}")
 
 
+def deaf(worker: int) -> None:
+    """Block the stop signals in a process that loads data: Slurm sends them to all of a job step, and the rank needs
+    its batches until it stops by itself. Workers end with their loader or their parent, by no signal."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2})
+
+
 @contextmanager
 def stoppable(config: Mapping[str, Any]) -> Iterator[StopRequest]:
     """Signals set the yielded request; a Stopped raised inside ends the process. `config` is the whole run's."""
@@ -90,15 +96,18 @@ def stoppable(config: Mapping[str, Any]) -> Iterator[StopRequest]:
     except Stopped as stopped:
         sys.exit(_leave(stopped, request, options, Path(config["run_dir"])))
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler or signal.SIG_DFL)
+        for (
+            number,
+            handler,
+        ) in before.items():  # in a job step the process ends here, and says its last words undisturbed
+            signal.signal(number, signal.SIG_IGN if slurm.started_by_srun() else handler or signal.SIG_DFL)
 
 
 def _leave(stopped: Stopped, request: StopRequest, config: StopConfig, folder: Path) -> int:
     """Exit code of this rank. Those beside rank 0 leave with 0: a launcher kills all at the first other code."""
     if rank_zero_only.rank != 0:  # type: ignore[attr-defined]
         return 0
-    _close_wandb()
+    close_wandb()
     said = f"stopped by {request.signal or 'a signal to another rank'} {stopped.where}, all of it saved in {folder}"
     by_hand = f"to continue, give the same command with run_dir={folder}"
     if not config.requeue or slurm.job_id() is None:
@@ -113,8 +122,12 @@ def _leave(stopped: Stopped, request: StopRequest, config: StopConfig, folder: P
     return 0
 
 
-def _close_wandb() -> None:
+def close_wandb() -> None:
     """W&B's process writes its file to the end; a requeue would kill it first."""
     wandb = sys.modules.get("wandb")
-    if wandb is not None and getattr(wandb, "run", None) is not None:
-        wandb.finish()
+    if wandb is None or getattr(wandb, "run", None) is None:
+        return
+    try:
+        wandb.teardown()
+    except OSError as error:  # its process got the signal too
+        print(f"W&B's process ended first ({error}); its record goes on when the run does", file=sys.stderr)

@@ -16,8 +16,9 @@ STRATEGIES = ("ddp", "zero2")
 SHRUNK = [
     f"trainer.steps={STEPS}", "trainer.validate_every=100", "trainer.checkpoint_every=1000", "trainer.log_every=1",
     "trainer.threads=1", "data=sft", "data.max_length=128", "data.batch_size=2", "data.report_sequences=8",
-    "data.select_sequences=4", "method.gptq_sequences=4", "logger=wandb", "logger.offline=true",
+    "data.select_sequences=4", "method.gptq_sequences=4",
 ]  # fmt: skip
+WANDB = ["logger=wandb", "logger.offline=true"]
 NODE = ["--gpus-per-node=0", "--ntasks-per-node=2", "--cpus-per-task=1"]
 
 
@@ -47,7 +48,9 @@ def sweep(cluster, options, tmp_path_factory):
     """Two jobs of two tasks, one a strategy, as a user launches them; the runs that no signal stops."""
     folder = tmp_path_factory.mktemp("sweeps") / "strategies"
     launcher = ["tasks_per_node=2", "gpus_per_node=0", "cpus_per_task=1", "timeout_min=30"]
-    command = [sys.executable, "train.py", "--multirun", "hydra/launcher=slurm", f"strategy={','.join(STRATEGIES)}",
-               f"hydra.sweep.dir={folder}", *(f"hydra.launcher.{option}" for option in launcher), *options]  # fmt: skip
+    command = [
+        sys.executable, "train.py", "--multirun", "hydra/launcher=slurm", f"strategy={','.join(STRATEGIES)}",
+        f"hydra.sweep.dir={folder}", *(f"hydra.launcher.{option}" for option in launcher), *options, *WANDB,
+    ]  # fmt: skip
     done = subprocess.run(command, cwd=ROOT, env=cluster.env, capture_output=True, text=True, timeout=900)
     return Sweep(folder, done)

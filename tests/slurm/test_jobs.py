@@ -9,7 +9,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from qdeepseek.train import slurm
-from tests.slurm.conftest import NODE, ROOT, STEPS, STRATEGIES
+from tests.slurm.conftest import NODE, ROOT, STEPS, STRATEGIES, WANDB
 from tests.train.test_main_job import wandb_records
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.xdist_group("slurm")]
@@ -54,7 +54,7 @@ def test_a_preempted_job_queues_itself_again_and_ends_with_the_same_weights(
     cluster, sweep, options, tmp_path, number, signal
 ):
     folder, log = tmp_path / "run", tmp_path / "job.out"
-    options = [*options, f"strategy={STRATEGIES[number]}", f"run_dir={folder}"]
+    options = [*options, *WANDB, f"strategy={STRATEGIES[number]}", f"run_dir={folder}"]
     job = cluster.submit(*NODE, f"--output={log}", f"--chdir={ROOT}", "slurm/train.sbatch", *options)
     end = time.monotonic() + 900
     while not (log.exists() and re.search(rf"fp_ft.* [1-9]\d*/{STEPS} ", text(log))):
@@ -84,6 +84,14 @@ def test_an_array_evaluates_one_folder_an_element(cluster, sweep, tmp_path):
         assert entry["folder"] == str(folder) and 1 < entry["perplexity"] < 1000
     assert cluster.job(f"{job}_2")["JobState"] == "FAILED"
     assert "no task of this number among the arguments" in text(tmp_path / "2.out")
+
+
+def test_export_from_the_checkpoint_is_what_the_run_exported(cluster, sweep, tmp_path):
+    run, log = sweep.folder / str(STRATEGIES.index("zero2")), tmp_path / "job.out"
+    small = ["--cpus-per-task=1", "--mem=1G", f"--output={log}", f"--chdir={ROOT}"]
+    job = cluster.submit(*small, "slurm/export.sbatch", str(run), "--output", str(tmp_path / "export"))
+    assert cluster.wait(job)["ExitCode"] == "0:0", text(log)
+    assert weights(tmp_path) == {name: bytes_ for name, bytes_ in weights(run).items() if "export" in name}
 
 
 def test_a_failing_job_returns_its_exit_code_and_says_why(cluster, options, tmp_path):

@@ -4,6 +4,7 @@ import os
 import signal
 
 import lightning as L
+import psutil
 import pytest
 import torch
 
@@ -13,7 +14,7 @@ from qdeepseek.train.config import ConfigError, OptimConfig
 from qdeepseek.train.datamodule import TokenDataModule
 from qdeepseek.train.module import FineTune
 from qdeepseek.train.run import TrainerConfig, build_trainer, fit, last_checkpoint
-from qdeepseek.train.stop import RESUMABLE, Stopped, StopRequest, stoppable
+from qdeepseek.train.stop import RESUMABLE, Stopped, StopRequest, close_wandb, stoppable
 from tests.train.test_callbacks import Rows, collate
 
 STOP = {"signals": ["SIGUSR1", "SIGTERM"], "requeue": True}
@@ -24,32 +25,37 @@ SLURM = {
 
 
 class Kill(L.Callback):
-    """Sends `number` to this process before micro-batch `batch`."""
+    """Sends `number` to this process and those it started, as Slurm does to a job step, before micro-batch `batch`."""
 
     def __init__(self, number, batch):
         self.number, self.batch = number, batch
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         if batch_idx == self.batch:
-            os.kill(os.getpid(), self.number)
+            this = psutil.Process()
+            for process in (*this.children(recursive=True), this):
+                process.send_signal(self.number)
 
 
 @pytest.fixture
 def environment(monkeypatch):
-    """Sets Slurm's variables; none are there from outside, and what adopt_ranks sets is undone."""
+    """Sets variables; none of Slurm's are there from outside. What adopt_ranks and stoppable leave is undone."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)}
     for name in [*os.environ, *slurm.TORCHRUN_NAMES]:
         if name.startswith(("SLURM_", "SUBMITIT_")) or name in slurm.TORCHRUN_NAMES:
             monkeypatch.setenv(name, "")
             monkeypatch.delenv(name)
-    return lambda **values: [monkeypatch.setenv(name, value) for name, value in values.items()]
+    yield lambda **values: [monkeypatch.setenv(name, value) for name, value in values.items()]
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
-def run(model, folder, stop=None, callbacks=()):
+def run(model, folder, stop=None, callbacks=(), workers=0):
     """Four optimizer steps of two micro-batches."""
     config = TrainerConfig(steps=4, accumulate=2, checkpoint_every=1000, accelerator="cpu", devices=1)
     module = FineTune(model, OptimConfig(lr=1e-3), 4, stage="qat")
     trainer = build_trainer(config, folder, "qat", callbacks=list(callbacks), stop=stop, validate=False)
-    fit(trainer, module, TokenDataModule(Rows(), Rows(), 2, collate, seed=0), folder, "qat")
+    fit(trainer, module, TokenDataModule(Rows(), Rows(), 2, collate, seed=0, workers=workers), folder, "qat")
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
@@ -62,7 +68,7 @@ def test_signal_within_an_accumulation_stops_at_the_steps_end_and_resumes_exactl
     tiny_model.load_state_dict(start)
     folder, before = tmp_path / "broken", signal.getsignal(number)
     with pytest.raises(SystemExit) as ended, stoppable({"stop": STOP, "run_dir": folder}) as stop:
-        run(tiny_model, folder, stop, [Kill(number, 2)])  # the first half of step 2
+        run(tiny_model, folder, stop, [Kill(number, 2)], workers=1)  # in the first half of step 2
     assert ended.value.code == RESUMABLE == 75 and signal.getsignal(number) is before
     said = f"stopped by {number.name} after step 2 of 4 of qat, all of it saved in {folder}; to continue, give the same"
     assert said in capsys.readouterr().err
@@ -95,6 +101,7 @@ def test_without_scontrol_the_job_keeps_its_checkpoint_and_fails(environment, tm
         raise Stopped("after step 2 of 4 of qat")
     assert ended.value.code == RESUMABLE
     assert "error: scontrol is not on PATH of this node" in capsys.readouterr().err
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN  # the last words are not cut short
 
 
 def test_job_id_ranks_and_shape_come_from_slurm(environment):
@@ -131,6 +138,22 @@ def test_submitits_own_signal_is_taken_over(environment):
         os.kill(os.getpid(), signal.SIGUSR2)
         assert stop.signal == "SIGUSR2"
     assert signal.getsignal(signal.SIGUSR2) is before
+
+
+def test_wandb_gets_nothing_once_sigterm_has_ended_its_process(tmp_path):
+    from qdeepseek.train.loggers import LoggerConfig, wandb_logger
+
+    stop = StopRequest()
+    logger = wandb_logger(LoggerConfig(kind="wandb", offline=True), tmp_path, {}, stop)
+    logger.log_metrics({"a": 1.0}, 0)
+    stop.handle(signal.SIGTERM, None)
+    for process in psutil.Process().children():
+        if process.name().startswith("wandb"):
+            process.terminate()
+            process.wait(20)
+    logger.log_metrics({"a": 2.0}, 1)
+    logger.experiment.log({"b": 1.0})
+    close_wandb()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
