@@ -11,21 +11,21 @@ from pathlib import Path
 from typing import Any
 
 import hydra
-from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from eval import compare, report, terminal
 from eval.retention import run_metrics, write_metrics
 from qdeepseek.surgery import Coverage, plan
-from qdeepseek.train import qat
+from qdeepseek.train import qat, slurm
 from qdeepseek.train.artifacts import open_folder, write_coverage
 from qdeepseek.train.config import USER_ERRORS
 from qdeepseek.train.console import quiet
 from qdeepseek.train.export_saved import export_run
-from qdeepseek.train.loggers import wandb_closed, with_group
+from qdeepseek.train.job import job_config
+from qdeepseek.train.loggers import wandb_closed
 from qdeepseek.train.pretrain import pretrain
+from qdeepseek.train.stop import stoppable
 from qdeepseek.train.wandb_record import log_end, log_start
 from qdeepseek.train.zero import is_partitioned
 
@@ -49,6 +49,7 @@ def main_job(run: qat.Run) -> None:
 
 @rank_zero_only
 def finish(run: qat.Run, student: Any, coverage: Coverage) -> None:
+    run.stop.alone = True
     write_coverage(run.folder, coverage)
     proof = export_run(run, student)
     if not proof.ok:
@@ -67,26 +68,25 @@ def finish(run: qat.Run, student: Any, coverage: Coverage) -> None:
     )  # fmt: skip
     write_metrics(run.folder / "metrics.json", metrics)
     page = report.write_report(run.folder)
+    run.stop.stage_ended("report")
     log_end(run.wandb, run.folder, metrics)
     print(f"\n{terminal.summary(metrics, page)}\nexport: {folder}")
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="train")
 def main(cfg: DictConfig) -> None:
-    config: Any = OmegaConf.to_container(cfg, resolve=True)
-    hydra_config = HydraConfig.get()
-    config["run_dir"] = hydra_config.runtime.output_dir  # the one folder that all ranks and sweep jobs agree on
-    config = with_group(config, Path(hydra_config.sweep.dir) if hydra_config.mode == RunMode.MULTIRUN else None)
+    config = job_config(cfg)
     quiet()
     try:
-        with wandb_closed():
+        slurm.adopt_ranks()
+        with stoppable(config) as stop, wandb_closed():
             if config["job"] == "pretrain":
-                print(f"model: {pretrain(config, Path(config['run_dir']))}")
+                print(f"model: {pretrain(config, Path(config['run_dir']), stop)}")
             else:
-                main_job(qat.Run.from_config(config))
+                main_job(qat.Run.from_config(config, stop))
     except USER_ERRORS as error:
-        if os.environ.get("HYDRA_FULL_ERROR"):
-            raise
+        if os.environ.get("HYDRA_FULL_ERROR") or "SUBMITIT_EXECUTOR" in os.environ:
+            raise  # submitit hands an exception to the sweep that waits for it, and an exit not
         sys.exit(f"error: {error}")
 
 

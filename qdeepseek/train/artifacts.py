@@ -20,6 +20,7 @@ MAY_DIFFER = (
     "name",
     "logger",
     "strategy",
+    "stop",
     "trainer.threads",
     "trainer.accelerator",
     "trainer.checkpoint_every",

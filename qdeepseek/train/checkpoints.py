@@ -28,6 +28,10 @@ class Checkpoints(ModelCheckpoint):
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """The last step has a checkpoint, whatever the interval: what is exported from one (ZeRO-3) is the end."""
+        self.save_now(trainer)
+
+    def save_now(self, trainer: L.Trainer) -> None:
+        """Save this optimizer step as an ordinary one, unless it is saved already; every rank calls it."""
         if self._last_global_step_saved != trainer.global_step:
             candidates = self._monitor_candidates(trainer)
             self._save_topk_checkpoint(trainer, candidates)

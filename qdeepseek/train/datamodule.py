@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from qdeepseek.data.order import ResumableBatches
 from qdeepseek.train.config import ConfigError
+from qdeepseek.train.stop import deaf
 
 Collate = Callable[[Sequence[dict[str, Tensor]]], dict[str, Tensor]]
 
@@ -73,7 +74,7 @@ class TokenDataModule(L.LightningDataModule):
     def train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
         return DataLoader(
             self.train, batch_sampler=self._order(self.start), collate_fn=self.collate, num_workers=self.workers,
-            persistent_workers=self.workers > 0,
+            persistent_workers=self.workers > 0, worker_init_fn=deaf,
         )  # fmt: skip
 
     def val_dataloader(self) -> DataLoader[dict[str, Tensor]]:

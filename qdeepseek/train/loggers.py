@@ -19,6 +19,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from qdeepseek.train.config import ConfigError
 from qdeepseek.train.provenance import git_commit
+from qdeepseek.train.stop import Stopped, StopRequest
+from qdeepseek.train.wandb_logger import StoppableWandb
 
 STEPS_APART = 10_000_000  # rows that an offline attempt may log
 
@@ -54,13 +56,6 @@ def csv_logger(folder: Path, stage: str) -> CSVLogger:
     return CSVLogger(folder / "logs", name=stage, flush_logs_every_n_steps=50)
 
 
-def with_group(config: dict[str, Any], sweep: Path | None) -> dict[str, Any]:
-    """The config of a job of the sweep in this folder, its runs grouped under the folder's name unless it says how."""
-    if sweep is None or config["logger"].get("group") is not None:
-        return config
-    return {**config, "logger": {**config["logger"], "group": "_".join(sweep.parts[-2:])}}
-
-
 def run_id(folder: Path) -> str | None:
     """W&B's id of the run in this folder, that of its first attempt; an agent of a W&B sweep gives it. Rank 0 alone."""
     if getattr(rank_zero_only, "rank", 0):
@@ -72,7 +67,9 @@ def run_id(folder: Path) -> str | None:
     return file.read_text().strip()
 
 
-def wandb_logger(config: LoggerConfig, folder: Path, run_config: dict[str, Any]) -> WandbLogger | None:
+def wandb_logger(
+    config: LoggerConfig, folder: Path, run_config: dict[str, Any], stop: StopRequest | None = None
+) -> WandbLogger | None:
     """The run's W&B logger, or None for kind csv. A resumed folder continues the run it began.
 
     Raises ConfigError where wandb is not installed.
@@ -83,9 +80,10 @@ def wandb_logger(config: LoggerConfig, folder: Path, run_config: dict[str, Any])
         import wandb  # noqa: F401
     except ImportError as error:
         raise ConfigError("logger.kind wandb: wandb is not installed; pip install 'qdeepseek[wandb]'") from error
-    logger = WandbLogger(
-        id=run_id(folder), name=folder.name, save_dir=folder, project=config.project, entity=config.entity,
-        group=config.group, job_type=run_config.get("job"), offline=config.offline, resume="allow",
+    logger = StoppableWandb(
+        stop or StopRequest(), id=run_id(folder), name=folder.name, save_dir=folder, project=config.project,
+        entity=config.entity, group=config.group, job_type=run_config.get("job"), offline=config.offline,
+        resume="allow",
     )  # fmt: skip
     earlier = len(list(folder.glob("wandb/*run-*-*"))) if config.offline else 0
     logger.log_hyperparams({**run_config, "commit": git_commit()})
@@ -118,7 +116,8 @@ def wandb_closed() -> Iterator[None]:
         raise
     finally:
         wandb = sys.modules.get("wandb")
-        if wandb is not None and getattr(wandb, "run", None) is not None:
+        stopped = isinstance(failure, Stopped)  # stop.py closes it, and the run goes on later
+        if wandb is not None and getattr(wandb, "run", None) is not None and not stopped:
             good = failure is None or (isinstance(failure, SystemExit) and failure.code in (None, 0))
             if not good:
                 wandb.run.summary["failure"] = f"{type(failure).__name__}: {failure}"

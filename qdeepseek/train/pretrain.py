@@ -8,7 +8,9 @@ from typing import Any
 import lightning as L
 import torch
 
+from qdeepseek.train import strategy as strategies
 from qdeepseek.train.callbacks.balance import LossFreeBalance
+from qdeepseek.train.callbacks.same_config import SameConfig
 from qdeepseek.train.config import MethodConfig, OptimConfig, build
 from qdeepseek.train.data import DataConfig, build_data
 from qdeepseek.train.loggers import LoggerConfig, loggers, wandb_logger
@@ -17,11 +19,12 @@ from qdeepseek.train.models import ModelConfig, load_model, load_tokenizer
 from qdeepseek.train.module import FineTune
 from qdeepseek.train.provenance import git_commit
 from qdeepseek.train.run import TrainerConfig, build_trainer, fit
+from qdeepseek.train.stop import StopRequest
 from qdeepseek.train.tracking import tracking
 
 
-def pretrain(config: dict[str, Any], folder: Path) -> Path:
-    """Run `experiment=pretrain_tiny`; returns the folder with the model, {folder}/model."""
+def pretrain(config: dict[str, Any], folder: Path, stop: StopRequest | None = None) -> Path:
+    """Run `experiment=pretrain_tiny` until `stop`; returns the folder with the model, {folder}/model."""
     L.seed_everything(config["seed"], verbose=False)
     model_config = build(ModelConfig, config["model"], "model")
     trainer_config = build(TrainerConfig, config["trainer"], "trainer")
@@ -31,15 +34,21 @@ def pretrain(config: dict[str, Any], folder: Path) -> Path:
     data = build_data(data_config, tokenizer, model.config, config["seed"])
     module = FineTune(model, build(OptimConfig, config["optim"], "optim"), trainer_config.steps, stage="pretrain")
     speed = build(MethodConfig, split(config["method"])[0], "method").balance_speed
+    balance = [LossFreeBalance(speed)] if speed else []
     logger_config = build(LoggerConfig, config["logger"], "logger")
-    wandb = wandb_logger(logger_config, folder, config)
+    wandb = wandb_logger(logger_config, folder, config, stop)
     trainer = build_trainer(
         trainer_config,
         folder,
         "pretrain",
-        strategy=config["strategy"]["name"],
+        strategy=strategies.make(strategies.parse(config), trainer_config.precision),
         logger=loggers(folder, "pretrain", wandb),
-        callbacks=[*([LossFreeBalance(speed)] if speed else []), *tracking(logger_config, wandb, [])],
+        callbacks=[
+            SameConfig(config),
+            *([LossFreeBalance(speed)] if speed else []),
+            *tracking(logger_config, wandb, []),
+        ],
+        stop=stop,
     )
     loaders = data.module()
     start = time.perf_counter()

@@ -41,6 +41,7 @@ from qdeepseek.train import strategy as strategies
 from qdeepseek.train.callbacks.balance import LossFreeBalance
 from qdeepseek.train.callbacks.branch import SaveBranch
 from qdeepseek.train.callbacks.fake_quant import FakeQuant
+from qdeepseek.train.callbacks.same_config import SameConfig
 from qdeepseek.train.config import ConfigError, ExportConfig, MethodConfig, OptimConfig, build
 from qdeepseek.train.data import BuiltData, DataConfig, build_data
 from qdeepseek.train.loggers import LoggerConfig, loggers, wandb_logger
@@ -50,6 +51,7 @@ from qdeepseek.train.partitioned import load_partitioned, skeleton
 from qdeepseek.train.provenance import git_commit
 from qdeepseek.train.run import TrainerConfig, build_trainer, fit, start_processes
 from qdeepseek.train.save import save_model
+from qdeepseek.train.stop import StopRequest, world_size
 from qdeepseek.train.tracking import tracking
 from qdeepseek.train.zero import ZeroConfig, deepspeed_config
 
@@ -73,11 +75,12 @@ class Run:
     methods: dict[str, Any] = field(default_factory=dict)
     strategy: strategies.Parsed = "auto"
     callbacks: tuple[Callback, ...] = ()
+    stop: StopRequest = field(default_factory=StopRequest)
     seconds: dict[str, float] = field(default_factory=dict)
     cpu_seconds: dict[str, float] = field(default_factory=dict)  # of this process: what other load does not stretch
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> "Run":
+    def from_config(cls, config: Mapping[str, Any], stop: StopRequest | None = None) -> "Run":
         """Parse every group; raises ConfigError on the first wrong value, before anything is loaded."""
         try:
             recipe = Recipe.from_config(config["quant"])
@@ -99,6 +102,7 @@ class Run:
             export=build(ExportConfig, config["export"], "export"),
             methods=methods.build_methods(groups),
             strategy=strategies.parse(config),
+            stop=stop or StopRequest(),
         )
 
     @cached_property
@@ -107,7 +111,7 @@ class Run:
 
     @cached_property
     def wandb(self) -> WandbLogger | None:
-        return wandb_logger(self.logger, self.folder, self.config)
+        return wandb_logger(self.logger, self.folder, self.config, self.stop)
 
     @cached_property
     def data(self) -> BuiltData:
@@ -167,6 +171,7 @@ class Run:
         yield
         self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - start
         self.cpu_seconds[stage] = self.cpu_seconds.get(stage, 0.0) + time.process_time() - cpu
+        self.stop.stage_ended(stage)
 
 
 def check(run: Run) -> Coverage:
@@ -194,7 +199,8 @@ def _trainer(run: Run, stage: str, steps: int, callbacks: list[Callback], folder
     return build_trainer(
         replace(run.trainer, steps=steps), folder, stage,
         strategy=strategies.make(run.strategy, run.trainer.precision),
-        logger=loggers(run.folder, stage, run.wandb), callbacks=[*callbacks, *run.callbacks, *watching],
+        logger=loggers(run.folder, stage, run.wandb), stop=run.stop,
+        callbacks=[SameConfig(run.config), *callbacks, *run.callbacks, *watching],
     )  # fmt: skip
 
 
@@ -288,7 +294,7 @@ def export_student(run: Run, student: PreTrainedModel) -> Path:
 
 def facts(run: Run) -> dict[str, Any]:
     """What the report says about the run: seed, commit, versions, data, tokens of every column."""
-    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    ranks = world_size()
     sequences = run.trainer.steps * run.trainer.accumulate * run.data.loader.batch_size * ranks
     extra = run.qat_steps / run.trainer.steps if run.method.start == "fp_ft" else 0.0
     return {

@@ -13,14 +13,20 @@ from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import DeepSpeedStrategy, Strategy
 from lightning.pytorch.utilities import GradClipAlgorithmType
 
+from qdeepseek.train import slurm
+from qdeepseek.train.callbacks.preemption import Preemption
 from qdeepseek.train.callbacks.progress import StepProgress
 from qdeepseek.train.callbacks.rng import RandomState
 from qdeepseek.train.checkpoints import Checkpoints, drop_unfinished, last_checkpoint
+from qdeepseek.train.stop import StopRequest
 
 
 @dataclass(frozen=True)
 class TrainerConfig:
-    """Length and cost of a fit. Steps are optimizer steps; one uses batch_size × accumulate × ranks sequences."""
+    """Length and cost of a fit. Steps are optimizer steps; one uses batch_size × accumulate × ranks sequences.
+
+    `devices: auto` in a Slurm job step means the job's own tasks a node, and its nodes.
+    """
 
     steps: int
     accumulate: int = 1
@@ -48,9 +54,10 @@ def build_trainer(
     strategy: Strategy | str = "auto",
     logger: list[Logger] | bool = False,
     callbacks: list[Callback] | None = None,
+    stop: StopRequest | None = None,
     validate: bool = True,
 ) -> L.Trainer:
-    """Trainer whose checkpoints lie in folder/checkpoints/name; `last.ckpt` is a link to the newest."""
+    """Trainer with checkpoints in folder/checkpoints/name, last.ckpt a link to the newest; `stop` ends a fit early."""
     if config.threads:
         torch.set_num_threads(config.threads)
     checkpoints = Checkpoints(
@@ -58,6 +65,7 @@ def build_trainer(
         save_last="link", save_top_k=1, monitor="step", mode="max", enable_version_counter=False,
         save_on_train_epoch_end=False,
     )  # fmt: skip
+    devices, nodes = slurm.shape(config.devices, config.nodes)
     return L.Trainer(
         max_steps=config.steps,
         max_epochs=-1,
@@ -65,9 +73,10 @@ def build_trainer(
         gradient_clip_val=config.clip_norm,
         **precision_options(config.precision, config.accelerator, strategy),
         accelerator=config.accelerator,
-        devices=config.devices,
-        num_nodes=config.nodes,
+        devices=devices,
+        num_nodes=nodes,
         strategy=strategy,
+        plugins=slurm.environments(),  # type: ignore[arg-type]
         logger=logger,
         callbacks=[
             *(callbacks or []),
@@ -75,6 +84,7 @@ def build_trainer(
             RandomState(),
             *([LearningRateMonitor("step")] if logger else []),
             checkpoints,
+            *([Preemption(stop)] if stop is not None else []),
         ],
         val_check_interval=config.validate_every * config.accumulate,
         check_val_every_n_epoch=None,

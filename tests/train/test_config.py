@@ -19,6 +19,7 @@ from qdeepseek.train.models import ModelConfig
 from qdeepseek.train.optim import lr_factor
 from qdeepseek.train.qat import Run
 from qdeepseek.train.run import TrainerConfig
+from qdeepseek.train.stop import StopConfig
 
 CONF = Path(__file__).parents[2] / "conf"
 GROUPS = ["model", "data", "quant", "method", "optim", "trainer", "strategy", "logger", "export", "experiment"]
@@ -42,7 +43,7 @@ def test_every_field_stands_in_its_config_file():
     config = composed("run_dir=x")
     owners = {
         "model": ModelConfig, "method": MethodConfig, "optim": OptimConfig, "qat_optim": OptimConfig,
-        "trainer": TrainerConfig, "export": ExportConfig,
+        "trainer": TrainerConfig, "export": ExportConfig, "stop": StopConfig,
     }  # fmt: skip
     config["method"], groups = split(config["method"])
     assert set(groups) == {"guard"}

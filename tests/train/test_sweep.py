@@ -3,13 +3,11 @@
 import itertools
 from pathlib import Path
 
-import pytest
 import yaml
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from qdeepseek.train import methods
-from qdeepseek.train.loggers import with_group
 from qdeepseek.train.qat import Run
 
 CONF = Path(__file__).parents[2] / "conf"
@@ -58,17 +56,3 @@ def test_the_metric_of_the_sweep_is_one_that_a_run_logs():
         "name": "qat/select_loss",
         "goal": "minimize",
     }  # as in docs/wandb.md
-
-
-@pytest.mark.parametrize(
-    ("group", "sweep", "expected"),
-    [
-        (None, Path("multirun/2026-01-02/03-04-05_qat"), "2026-01-02_03-04-05_qat"),
-        ("mine", Path("multirun/2026-01-02/03-04-05_qat"), "mine"),
-        (None, None, None),
-    ],
-)
-def test_jobs_of_a_sweep_share_a_group(group, sweep, expected):
-    before = {"job": "qat", "logger": {"kind": "wandb", "group": group}}
-    config = with_group(before, sweep)
-    assert config["logger"]["group"] == expected and before["logger"]["group"] == group
