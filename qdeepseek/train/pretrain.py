@@ -43,11 +43,7 @@ def pretrain(config: dict[str, Any], folder: Path, stop: StopRequest | None = No
         "pretrain",
         strategy=strategies.make(strategies.parse(config), trainer_config.precision),
         logger=loggers(folder, "pretrain", wandb),
-        callbacks=[
-            SameConfig(config),
-            *([LossFreeBalance(speed)] if speed else []),
-            *tracking(logger_config, wandb, []),
-        ],
+        callbacks=[SameConfig(config), *balance, *tracking(logger_config, wandb, [])],
         stop=stop,
     )
     loaders = data.module()

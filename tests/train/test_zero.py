@@ -104,7 +104,9 @@ def test_scheduler_and_guard_decide_the_same_on_every_rank_and_stage(found):
 def test_a_scale_found_on_the_way_down_is_the_same_whole_and_in_parts(found):
     for rank in range(2):
         two, three = (found["lowering"][rank][stage] for stage in ("zero2", "zero3"))
-        assert two["losses"] == pytest.approx(three["losses"], abs=1e-5)
+        # a searched scale is the best of a few: a last bit of a weight may choose its neighbour
+        assert two["losses"] == pytest.approx(three["losses"], abs=1e-3)
+        assert two["groups"] == three["groups"] and len(three["groups"]) == 40
         assert two["rungs"] == three["rungs"] and set(three["rungs"]) == {0}
 
 

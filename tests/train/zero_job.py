@@ -18,6 +18,7 @@ from qdeepseek.train.callbacks.guard import Guard
 from qdeepseek.train.callbacks.precision import on_spikes, progressive
 from qdeepseek.train.callbacks.routing import Routing
 from qdeepseek.train.config import OptimConfig
+from qdeepseek.train.events import read_events
 from qdeepseek.train.module import FineTune
 from qdeepseek.train.run import precision_options
 from qdeepseek.train.strategy import make
@@ -122,7 +123,8 @@ def lowering(where: str, model: str, folder: Path) -> dict[str, Any]:
     student, own = student_of(model), folder / f"rank{torch.distributed.get_rank()}"
     precision = attached(progressive(warmup=1), student, own, 8)
     found = fit(where, student, [FakeQuant(), precision], folder, steps=8)
-    return {**found, "rungs": precision.scheduler.rungs}
+    groups = [(event["step"], event["group"]) for event in read_events(own, "precision")]
+    return {**found, "rungs": precision.scheduler.rungs, "groups": groups}
 
 
 def disjoint(where: str, model: str, folder: Path) -> dict[str, Any]:
