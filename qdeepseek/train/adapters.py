@@ -46,6 +46,8 @@ class AdaptedParameter(ParamWrapper):
     A and B stay in fp32 whatever the model is cast to: steps of 1e-4 vanish in bf16.
     """
 
+    _z3_leaf = True  # ZeRO-3 gathers W, A and B when the wrapper is entered: inside, the layer's weight is no parameter
+
     recompute: bool = False
 
     def factors(self) -> tuple[Tensor, Tensor, float]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from qdeepseek.train.config import ConfigError
 from qdeepseek.train.strategy import parse
@@ -19,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 STAGES = ("zero1", "zero2", "zero3")
 PLAN = {
     "everything": ["ddp", *STAGES], "decisions": ["ddp", *STAGES], "cage": ["ddp", *STAGES],
-    "lowering": ["zero2", "zero3"], "disjoint": ["zero1", "zero3"], "mixed": ["ddp", *STAGES],
+    "lora": ["ddp", *STAGES], "lowering": ["zero2", "zero3"], "disjoint": ["zero1", "zero3"], "mixed": ["ddp", *STAGES],
 }  # fmt: skip
 
 
@@ -62,7 +63,7 @@ def largest_difference(a: dict, b: dict) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["everything", "cage"])
+@pytest.mark.parametrize("case", ["everything", "cage", "lora"])
 def test_losses_and_weights_are_those_of_ddp(found, case):
     for rank in range(2):
         ddp = found[case][rank]["ddp"]
@@ -125,6 +126,15 @@ def test_routers_biases_and_scales_stay_fp32_under_bf16(found):
         assert result["losses"] == pytest.approx(found["mixed"][0]["ddp"]["losses"], abs=2e-3), stage
     exact = found["decisions"][0]["zero3"]["losses"][0]
     assert found["mixed"][0]["zero3"]["losses"][0] != exact, "products are in bf16"
+
+
+@pytest.mark.slow
+def test_adapters_are_saved_from_partitions(found):
+    files = {p: found["folder"] / "lora" / p / "adapter" / "adapter_model.safetensors" for p in ("ddp", *STAGES)}
+    saved = {place: load_file(file) for place, file in files.items()}
+    assert all(tensor.ndim == 2 for tensor in saved["zero3"].values()) and len(saved["zero3"]) > 10
+    for stage in STAGES:
+        assert largest_difference(saved[stage], saved["ddp"]) < 1e-3, stage
 
 
 @pytest.mark.slow

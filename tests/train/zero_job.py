@@ -15,6 +15,8 @@ from qdeepseek.train.callbacks.compensation_cage import Cage
 from qdeepseek.train.callbacks.compensation_seed import SeedCompensation
 from qdeepseek.train.callbacks.fake_quant import FakeQuant
 from qdeepseek.train.callbacks.guard import Guard
+from qdeepseek.train.callbacks.kv_cache import KVCacheQuant
+from qdeepseek.train.callbacks.lora import LoRA
 from qdeepseek.train.callbacks.precision import on_spikes, progressive
 from qdeepseek.train.callbacks.routing import Routing
 from qdeepseek.train.config import OptimConfig
@@ -90,12 +92,14 @@ def fit(
 
 
 def everything(where: str, model: str, folder: Path) -> dict[str, Any]:
-    """Accumulation, clipping, distillation, compensation, routing loss with limits, bias update, a cached weight."""
-    student = student_of(model)
+    """Accumulation, clipping, distillation, compensation, routing loss with limits, bias update, temperature, a cached
+    weight, a quantised KV cache."""
+    student, kv_cache = student_of(model), KVCacheQuant({"dtype": "int8"})
+    kv_cache.attach(None, student)
     teacher = DeepseekV3ForCausalLM.from_pretrained(model, dtype=torch.float32)
     routing = Routing(entropy={"weight": 0.5}, bias_speed=0.01, entropy_and_bias=True, gradient={"max_norm": 0.1},
                       temperature={"target": 0.5, "speed": 0.01})  # fmt: skip
-    callbacks = [FakeQuant(cache=True, recompute=where == "zero2"), SeedCompensation(), routing]
+    callbacks = [FakeQuant(cache=True, recompute=where == "zero2"), SeedCompensation(), routing, kv_cache]
     found = fit(where, student, callbacks, folder, accumulate=2, teacher=teacher)
     return {**found, "load": routing.facts()["load"]}
 
@@ -135,7 +139,18 @@ def mixed(where: str, model: str, folder: Path) -> dict[str, Any]:
     return fit(where, student_of(model), [FakeQuant()], folder, steps=2, precision="bf16-mixed")
 
 
-CASES |= {"cage": cage, "lowering": lowering, "disjoint": disjoint, "mixed": mixed}
+def lora(where: str, model: str, folder: Path) -> dict[str, Any]:
+    """Adapters on a frozen quantised model, which stage 3 splits too; saved, and merged where nothing is split."""
+    student, adapters = student_of(model), LoRA(rank=4, log_every=1)
+    run = SimpleNamespace(method=SimpleNamespace(recompute=False, start="base"), model=SimpleNamespace(path=model),
+                          folder=folder, device="cpu")  # fmt: skip
+    adapters.attach(run, student)
+    found = fit(where, student, [FakeQuant(), adapters], folder, steps=3)
+    adapters.finish(run, student)
+    return found
+
+
+CASES |= {"lora": lora, "cage": cage, "lowering": lowering, "disjoint": disjoint, "mixed": mixed}
 
 
 def main(model: str, folder: Path, plan: dict[str, list[str]]) -> None:
