@@ -12,8 +12,10 @@ included, and flattens groups in one dtype, so that `bf16-true` and fp16 are ref
 
 Lightning 2.6 refuses CPUs in three places and divides the loss of a micro-batch by the accumulation, which DeepSpeed
 does again: overridden here. An MoE block is a z3 leaf: experts' parameters are gathered when the block is entered,
-whatever tokens a rank has for them, so that ranks never wait for one another. The teacher is a submodule while the
-engine is built, so that stage 3 splits and gathers it like the student, and none after, so that no checkpoint has it.
+whatever tokens a rank has for them, so that ranks never wait for one another. A leaf's gradients are taken when that of
+its input is there, at once where the input needs none: behind frozen embeddings (LoRA) the input is made to need one.
+The teacher is a submodule while the engine is built, so that stage 3 splits and gathers it like the student, and none
+after, so that no checkpoint has it.
 
 A checkpoint is a folder to which every rank writes. It is complete when it holds COMPLETE, written by rank 0 after all.
 Read by another number of ranks it is first turned into DeepSpeed's universal format, a file a parameter (universal.py).
@@ -145,6 +147,8 @@ class Zero(DeepSpeedStrategy):
     def setup(self, trainer: L.Trainer) -> None:
         module: Any = self.lightning_module
         mark_leaves(module.model)
+        if self.stage == 3 and not module.model.get_input_embeddings().weight.requires_grad:
+            module.model.enable_input_require_grads()
         teacher = getattr(module, "teacher", None)
         if teacher is not None and self.stage == 3:
             mark_leaves(teacher)
