@@ -8,9 +8,12 @@ import argparse
 import json
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks import method_tables
+from benchmarks.method_tables import Table
 from eval.ablation import HEAD, mean_se, table_rows
 
 ROOT = Path(__file__).parent.parent
@@ -143,9 +146,23 @@ def ablation(data: dict[str, Any]) -> str:
     return table(HEAD, table_rows(rows)) + "\n\n" + note
 
 
+def drawn(draw: Callable[[dict[str, Any]], Table]) -> Callable[[dict[str, Any]], str]:
+    def text(data: dict[str, Any]) -> str:
+        head, rows, note = draw(data)
+        return table(head, rows) + "\n\n" + note
+
+    return text
+
+
+TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
+    "main_job": main_job, "quality": quality, "cost": cost, "ablation": ablation,
+    **{name: drawn(getattr(method_tables, name)) for name in ("routing", "instability", "lora")},
+}  # fmt: skip
+
+
 def filled(text: str) -> str:
     """The page with every table drawn anew; a table whose results do not exist stays as it is."""
-    for name, draw in (("main_job", main_job), ("quality", quality), ("cost", cost), ("ablation", ablation)):
+    for name, draw in TABLES.items():
         data = load(name)
         if data is not None:
             block = f"<!-- {name} -->\n{draw(data)}\n<!-- /{name} -->"
