@@ -28,10 +28,9 @@ from qdeepseek.train.zero import ZeroConfig, gathered
 from tests.train.test_config import composed
 from tests.train.test_guard import EXPERTS, data_module, poison
 
-ZERO = {
-    f"zero{stage}": ZeroConfig(f"zero{stage}", stage, zero_optimization={"stage3_param_persistence_threshold": 0})
-    for stage in (1, 2, 3)
-}
+PARTS = {"stage3_param_persistence_threshold": 0}
+ZERO = {f"zero{stage}": ZeroConfig(f"zero{stage}", stage, zero_optimization=PARTS) for stage in (1, 2, 3)}
+ZERO["zero3_offload"] = ZeroConfig("zero3_offload", 3, offload=True, zero_optimization=PARTS)
 SPIKES: dict[str, Any] = {
     "raise_at": 1.05, "lower_at": 1.01, "history": 0.5, "warmup": 2, "lock": 2, "calm": 1, "settle": 1, "budget": 0.5,
 }  # fmt: skip
