@@ -150,9 +150,7 @@ def main() -> None:
         content = json.loads(args.out.read_text())
         if any(content[k] != v for k, v in facts.items()):
             parser.error(f"--predict: {args.out} was measured with other {', '.join(facts)}")
-        content["rows"] = [
-            row_of(r["model"], r["variant"], r["measured_bytes"], args) for r in content["rows"]
-        ]
+        content["rows"] = [row_of(r["model"], r["variant"], r["measured_bytes"], args) for r in content["rows"]]
         args.out.write_text(json.dumps(content, indent=1) + "\n")
         return
     words = ["--batch", str(args.batch), "--length", str(args.length), "--steps", str(args.steps)]

@@ -9,7 +9,6 @@ import argparse
 import json
 import re
 import sys
-from pathlib import Path
 from typing import Any
 
 from benchmarks.cost import CONF

@@ -20,7 +20,9 @@ def main() -> None:
 
 @app.command()
 def plan(
-    overrides: Annotated[list[str] | None, typer.Argument(help="model=… strategy=… quant=… nodes=… gpus=… tp=…")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="model=… strategy=… quant=… nodes=… gpus=… tp=…")
+    ] = None,
     conf: Annotated[Path | None, typer.Option(help="configuration folder; default ./conf")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON instead of text")] = False,
 ) -> None:

@@ -1,8 +1,8 @@
 """Bytes of an export before anything is trained: what compressed_tensors.py would write, counted from shapes.
 
-    quantised (O, I), B bits, G scales   4 O ceil(I B / 32) packed + scale bytes + 16 of weight_shape,
-                                         asymmetric: + 4 ceil(O B / 32) G packed zero points (1 byte per tensor)
-    kept                                 elements × bytes of the serving dtype; routers their own
+quantised (O, I), B bits, G scales   4 O ceil(I B / 32) packed + scale bytes + 16 of weight_shape,
+                                     asymmetric: + 4 ceil(O B / 32) G packed zero points (1 byte per tensor)
+kept                                 elements × bytes of the serving dtype; routers their own
 """
 
 import math

@@ -82,9 +82,7 @@ def meta_model(model: ModelConfig) -> tuple[PreTrainedModel, str]:
     if getattr(config, "quantization_config", None) is not None:
         del config.quantization_config  # FP8 is dequantised when it is loaded
     with torch.device("meta"):
-        built = AutoModelForCausalLM.from_config(
-            config, dtype=DTYPES[model.dtype], attn_implementation=model.attention
-        )
+        built = AutoModelForCausalLM.from_config(config, dtype=DTYPES[model.dtype], attn_implementation=model.attention)
     kept = tuple(f".{part}" for part in getattr(built, "_keep_in_fp32_modules_strict", None) or ())
     for name, tensor in [*built.named_parameters(), *built.named_buffers()]:
         if kept and f".{name}".endswith(kept):

@@ -60,7 +60,9 @@ class Plan:
 
     def other_checkpointing(self, stage: Stage) -> Memory:
         """Memory with gradient checkpointing the other way round."""
-        return memory(self.blocks, self.architecture, replace(self.job, checkpointing=not self.job.checkpointing), stage)
+        return memory(
+            self.blocks, self.architecture, replace(self.job, checkpointing=not self.job.checkpointing), stage
+        )
 
     def fits(self, memory: Memory) -> bool:
         """In a GPU less its reserve, and in the host."""

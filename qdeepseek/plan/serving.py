@@ -1,10 +1,10 @@
 """The quantised matrices of an export as runtimes see them: fused, with the dimension that tensor parallelism divides.
 
-    q, k, v             one matrix, outputs divided; fewer key heads than ranks are repeated
-    q_a, kv_a           one matrix, whole on every rank (kv_a alone where there is no q_a)
-    gate, up            one matrix, outputs divided
-    o, down             inputs divided
-    everything else     outputs divided
+q, k, v             one matrix, outputs divided; fewer key heads than ranks are repeated
+q_a, kv_a           one matrix, whole on every rank (kv_a alone where there is no q_a)
+gate, up            one matrix, outputs divided
+o, down             inputs divided
+everything else     outputs divided
 """
 
 from collections.abc import Iterator

@@ -84,9 +84,7 @@ def operations(blocks: Sequence[Block], a: Architecture, job: Job) -> tuple[floa
     return 2 * job.tokens * passes * (matrices + attention), 2 * job.tokens * passes * routed
 
 
-def _matrix_seconds(
-    blocks: Sequence[Block], a: Architecture, job: Job, hardware: Hardware, stage: Stage
-) -> float:
+def _matrix_seconds(blocks: Sequence[Block], a: Architecture, job: Job, hardware: Hardware, stage: Stage) -> float:
     arithmetic = job.arithmetic(stage)
     dense, routed = operations(blocks, a, job)
     slow = hardware.fp32_flops * hardware.mfu

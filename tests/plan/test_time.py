@@ -37,7 +37,15 @@ def test_passes_of_fake_quant():
 
 @pytest.mark.parametrize(
     ("stage", "accumulate", "times"),
-    [("ddp", 1, 2), ("ddp", 4, 2), ("zero1", 4, 2), ("zero2", 1, 2), ("zero2", 4, 5), ("zero3", 1, 3), ("zero3", 4, 12)],
+    [
+        ("ddp", 1, 2),
+        ("ddp", 4, 2),
+        ("zero1", 4, 2),
+        ("zero2", 1, 2),
+        ("zero2", 4, 5),
+        ("zero3", 1, 3),
+        ("zero3", 4, 12),
+    ],
 )
 def test_traffic_by_stage(stage, accumulate, times):
     assert traffic(PLAIN, replace(JOB, accumulate=accumulate), stage) == times * 2 * P
