@@ -90,7 +90,7 @@ def refusal_table(data: dict[str, Any]) -> str:
     """What Marlin and Machete refuse, and the remedy."""
     lines = []
     for name, plan in data.items():
-        for kernel in ("vLLM Marlin", "vLLM Marlin, padding", "vLLM Machete"):
+        for kernel in ("vLLM Marlin", "vLLM Marlin with padding", "vLLM Machete"):
             for refusal in plan["refusals"][kernel]:
                 if not refusal["reason"].startswith("no kernel"):
                     lines.append([name, f"{plan['tp']}", kernel, refusal["layer"], refusal["reason"],

@@ -9,7 +9,8 @@
 
 Three kinds of arithmetic: `full` (everything in the weights' fp32), `bf16` (everything in bf16; norms and routers
 compute in fp32 and keep an fp32 copy of their input), `mixed` (autocast: the residual stream, norms and routed experts
-in fp32, since grouped_mm is not an autocast operation; every linear layer keeps its own bf16 copy of its input).
+in fp32, since grouped_mm is not an autocast operation; every linear layer keeps its own bf16 copy of its input). The
+first two are compared with autograd in a test; autocast on a GPU is not.
 """
 
 from dataclasses import dataclass

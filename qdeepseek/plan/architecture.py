@@ -104,7 +104,7 @@ def architecture_of(model: PreTrainedModel) -> Architecture:
     moe = "moe" in kinds
     expert = (getattr(c, "moe_intermediate_size", None) or c.intermediate_size) if moe else 0
     shared = (getattr(c, "n_shared_experts", 0) or 0) * expert or getattr(c, "shared_expert_intermediate_size", 0) or 0
-    experts = getattr(c, "n_routed_experts", None) or getattr(c, "num_experts", 0)
+    experts = int(getattr(c, "n_routed_experts", None) or getattr(c, "num_experts", None) or 0)
     return Architecture(
         hidden=c.hidden_size, vocab=c.vocab_size, heads=c.num_attention_heads, kv_heads=c.num_key_value_heads,
         query=c.qk_nope_head_dim + c.qk_rope_head_dim if mla else head, value=c.v_head_dim if mla else head, mla=mla,

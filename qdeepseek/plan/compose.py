@@ -39,7 +39,7 @@ def configuration(words: Sequence[str], folder: Path | None = None) -> tuple[dic
         with initialize_config_dir(str(conf), version_base="1.3"):
             cfg = compose("plan", [*words, "run_dir=plan"], return_hydra_config=True)
         chosen = str(cfg.hydra.runtime.choices["strategy"])
-        cfg = OmegaConf.masked_copy(cfg, [key for key in cfg if key != "hydra"])
+        cfg = OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"])
         config: Any = OmegaConf.to_container(cfg, resolve=True)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(str(error).strip()) from error

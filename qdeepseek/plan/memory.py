@@ -3,16 +3,17 @@
 P parameters, Q of them fake-quantised, N ranks, p bytes of a parameter in training, S learned scales (fp32 always).
 Every block b has parameters P_b, saved activations A_b and fake-quantised copies W_b = p·Q_b.
 
-                weights          gradients       optimizer                       communication
-    ddp         p P              p P             2 p P                           p P (buckets, N > 1)
-    zero1       p P              p P             (4 + 8 + 4) P / N               2 p bucket
-    zero2       p P              p P / N         (4 + 8 + 4) P / N               2 p bucket
-    zero3       p P / N          p P / N         (4 + 8 + 4) P / N               gathered blocks, one block's gradient
-    zero3_offload  0             0               0 (host: (p + 16) P / nodes)    the same
+                   weights    gradients    optimizer             communication
+    ddp            p P        p P          2 p P                 p P (buckets, N > 1)
+    zero1          p P        p P          16 P / N              2 p bucket
+    zero2          p P        p P / N      16 P / N              2 p bucket
+    zero3          p P / N    p P / N      16 or 12 P / N        p bucket, p live, and 2 p P_b: a block and its gradient
+    zero3_offload  0          0            0                     the same; on the host (p + 16) P / nodes
 
-Scales take 4 S (weight), 4 S (gradient), 8 S (moments), and from stage 1 on 4 S (master), 4 S (gradient of the step),
-divided by N as above. 4 + 8 + 4: fp32 master weights, Adam's two moments, the fp32 gradient of the step. The step walks forward and backward
-over the blocks; the worst moment is the maximum of
+16: fp32 master weights 4, Adam's two moments 8, the fp32 gradient of the step 4; at stage 3 fp32 weights are their own
+master. Scales take 4 S (weight), 4 S (gradient), 8 S (moments), and from stage 1 on 8 S more (master, gradient of the
+step), divided by N as above. p is 4 unless the weights are bf16. The step walks forward and backward over the blocks;
+the worst moment is the maximum of
     end of forward   Σ A_b + Σ W_b + head          (head: one chunk of logits, its log-softmax and its gradient)
     backward of b    Σ_{c ≤ b} (A_c + W_c) + gradients of c > b + workspace of b
 With gradient checkpointing A_b is the input of b alone, W_b is 0, and the workspace holds the recomputed block.
@@ -76,14 +77,16 @@ class Job:
         """Of one micro-batch on one rank."""
         return self.batch * self.length
 
-    def arithmetic(self, stage: Stage) -> Arithmetic:
-        """DeepSpeed casts the whole model to bf16; DDP leaves `mixed` to autocast."""
-        if self.precision == "32-true":
-            return "full" if self.weight_bytes == 4 else "bf16"
-        return "mixed" if stage == "ddp" and self.precision == "bf16-mixed" and self.weight_bytes == 4 else "bf16"
+    @property
+    def arithmetic(self) -> Arithmetic:
+        """`mixed` is autocast over fp32 weights, which DeepSpeed does here too (train/zero.py)."""
+        if self.weight_bytes == 2 or self.precision == "bf16-true":
+            return "bf16"
+        return "full" if self.precision == "32-true" else "mixed"
 
-    def parameter_bytes(self, stage: Stage) -> int:
-        return 2 if self.arithmetic(stage) == "bf16" else 4
+    @property
+    def parameter_bytes(self) -> int:
+        return 2 if self.arithmetic == "bf16" else 4
 
 
 @dataclass(frozen=True)
@@ -120,7 +123,7 @@ class Memory:
 def memory(blocks: Sequence[Block], a: Architecture, job: Job, stage: Stage) -> Memory:
     """The worst moment of a step at `stage`."""
     fixed = _fixed(blocks, job, stage)
-    moments = [_end_of_forward(blocks, a, job, stage)]
+    moments = [_end_of_forward(blocks, a, job)]
     moments += [_backward(blocks, a, job, stage, index) for index in range(len(blocks))]
     worst = max(moments, key=lambda m: m.total)
     return replace(worst, **{k: getattr(fixed, k) + getattr(worst, k) for k in asdict(fixed) if k != "moment"})
@@ -128,7 +131,7 @@ def memory(blocks: Sequence[Block], a: Architecture, job: Job, stage: Stage) -> 
 
 def _fixed(blocks: Sequence[Block], job: Job, stage: Stage) -> Memory:
     """What is there during the whole step."""
-    p, n = job.parameter_bytes(stage), job.ranks
+    p, n = job.parameter_bytes, job.ranks
     every, fp32, scales = (total(blocks, k) for k in ("parameters", "fp32", "scales"))
     weights = p * every + (4 - p) * fp32
     memory = Memory(
@@ -152,6 +155,8 @@ def _fixed(blocks: Sequence[Block], job: Job, stage: Stage) -> Memory:
         memory, weights=weights / n, gradients=weights / n, teacher=memory.teacher / n, scales=24 * scales / n,
         gathered=2 * (p * largest.parameters + 4 * largest.scales), communication=bucket + live,
     )  # fmt: skip
+    if job.parameter_bytes == 4:
+        partitioned = replace(partitioned, optimizer=12 * every / n)
     if stage == "zero3":
         return partitioned
     host = ((p + 16) * every + 20 * scales + memory.teacher) / job.nodes
@@ -163,46 +168,46 @@ def _whole_gradients(job: Job, stage: Stage) -> bool:
     return stage == "zero1" or (stage == "ddp" and job.accumulate > 1)
 
 
-def _end_of_forward(blocks: Sequence[Block], a: Architecture, job: Job, stage: Stage) -> Memory:
-    held = _held(blocks, a, job, stage, len(blocks))
+def _end_of_forward(blocks: Sequence[Block], a: Architecture, job: Job) -> Memory:
+    held = _held(blocks, a, job, len(blocks))
     chunk = min(job.tokens, max(1, job.max_logits // a.vocab)) * a.vocab
     return replace(held, head=chunk * (TEACHER_LOGIT_BYTES if job.teacher else LOGIT_BYTES), moment="loss")
 
 
 def _backward(blocks: Sequence[Block], a: Architecture, job: Job, stage: Stage, index: int) -> Memory:
-    block, p = blocks[index], job.parameter_bytes(stage)
-    held = _held(blocks, a, job, stage, index + 1)
+    block, p = blocks[index], job.parameter_bytes
+    held = _held(blocks, a, job, index + 1)
     later = 0.0
     if stage == "ddp" and not _whole_gradients(job, stage):
         later = p * sum(b.parameters for b in blocks[index:])
-    again = _saved(block, a, job, stage) if job.checkpointing else 0
-    copies = _copies(block, job, stage) if job.checkpointing else 0
+    again = _saved(block, a, job) if job.checkpointing else 0
+    copies = _copies(block, job) if job.checkpointing else 0
     temporary = (BACKWARD_TEMPORARY if block.learned else 0) * block.learned
     if _whole_gradients(job, stage):
         temporary += p * block.largest_parameter
     rebuilt = p * block.largest if job.recompute and not (job.cached or job.checkpointing) else 0
-    flowing = _flowing(block, a, job, stage)
+    flowing = _flowing(block, a, job)
     return replace(
         held, gradients=later, activations=held.activations + flowing + again, fake_quant=held.fake_quant + copies,
         temporary=max(temporary, FORWARD_TEMPORARY[p] * block.largest) + rebuilt, moment=f"backward of {block.name}",
     )  # fmt: skip
 
 
-def _held(blocks: Sequence[Block], a: Architecture, job: Job, stage: Stage, count: int) -> Memory:
+def _held(blocks: Sequence[Block], a: Architecture, job: Job, count: int) -> Memory:
     """Activations and fake-quantised copies of the first `count` blocks."""
-    stream = job.tokens * a.hidden * KINDS[job.arithmetic(stage)].stream
+    stream = job.tokens * a.hidden * KINDS[job.arithmetic].stream
     acts = copies = 0.0
     for block in blocks[:count]:
         if job.checkpointing:
             acts += stream if block.name.startswith("layer") else 0
         else:
-            acts += _saved(block, a, job, stage)
-            copies += _copies(block, job, stage)
+            acts += _saved(block, a, job)
+            copies += _copies(block, job)
     return Memory(activations=acts, fake_quant=copies)
 
 
-def _saved(block: Block, a: Architecture, job: Job, stage: Stage) -> float:
-    arithmetic = job.arithmetic(stage)
+def _saved(block: Block, a: Architecture, job: Job) -> float:
+    arithmetic = job.arithmetic
     if block.name.startswith("layer"):
         kind = a.kinds[int(block.name.split()[1])]
         return job.tokens * saved(a, kind, arithmetic, job.length, job.fused_attention)
@@ -210,23 +215,23 @@ def _saved(block: Block, a: Architecture, job: Job, stage: Stage) -> float:
     return job.tokens * a.hidden * (4 + b.normalised + b.compute) if block.name == "head" else 0
 
 
-def _copies(block: Block, job: Job, stage: Stage) -> float:
+def _copies(block: Block, job: Job) -> float:
     """Fake-quantised weights that autograd keeps for the backward, and autocast's bf16 copies of kept ones.
 
     method.recompute keeps none, except in a block that gradient checkpointing computes again.
     """
-    arithmetic, p = job.arithmetic(stage), job.parameter_bytes(stage)
+    arithmetic, p = job.arithmetic, job.parameter_bytes
     dense, none = block.quantised - block.quantised_experts, job.cached or (job.recompute and not job.checkpointing)
     if arithmetic == "mixed":
         return 2 * (dense + block.kept) + (0 if none else p * block.quantised_experts)
     return 0 if none else p * block.quantised
 
 
-def _flowing(block: Block, a: Architecture, job: Job, stage: Stage) -> float:
+def _flowing(block: Block, a: Architecture, job: Job) -> float:
     """Gradients of activations alive at once in the backward of a block: twice its widest tensor and the stream."""
     if not block.name.startswith("layer"):
         return 0
-    b = KINDS[job.arithmetic(stage)]
+    b = KINDS[job.arithmetic]
     widths = [a.heads * a.query, a.hidden]
     if a.kinds[int(block.name.split()[1])] == "moe":
         widths += [a.top_k * max(2 * a.expert, a.hidden)]

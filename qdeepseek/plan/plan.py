@@ -141,6 +141,11 @@ def _job(config: Mapping[str, Any], model: ModelConfig, method: MethodConfig, tr
         "weight_bytes": torch.finfo(DTYPES[model.dtype]).bits // 8, "checkpointing": model.gradient_checkpointing,
         "cached": method.cache, "recompute": method.recompute, "teacher": method.distill_weight > 0,
     }  # fmt: skip
+    zero = config["strategy"].get("zero_optimization") or {}
+    if "reduce_bucket_size" in zero:
+        values["bucket"] = int(zero["reduce_bucket_size"])
+    if "stage3_max_live_parameters" in zero:
+        values["live"] = int(zero["stage3_max_live_parameters"])
     return build(Job, values, "plan")
 
 
@@ -172,9 +177,11 @@ def _notes(job: Job, a: Architecture, groups: Mapping[str, Any]) -> list[str]:
     notes = []
     if groups.get("lora"):
         notes.append("method.lora is on, which the plan does not model: memory is that of full QAT, an upper bound")
-    if job.arithmetic("ddp") == "mixed" and "moe" in a.kinds:
+    if job.arithmetic == "mixed" and "moe" in a.kinds:
         notes.append(
-            "under ddp with bf16-mixed routed experts compute in fp32 (grouped_mm is no autocast operation); "
-            "DeepSpeed, or model.dtype=bfloat16, computes them in bf16"
+            "with bf16-mixed routed experts compute in fp32 (grouped_mm is no autocast operation); model.dtype=bfloat16 "
+            "computes them in bf16, and trains bf16 weights"
         )
+    if job.precision == "bf16-true":
+        notes.append("trainer.precision=bf16-true is refused by strategy=zero1, zero2, zero3 and zero3_offload")
     return notes

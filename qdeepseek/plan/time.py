@@ -60,7 +60,7 @@ def step_time(blocks: Sequence[Block], a: Architecture, job: Job, hardware: Hard
     sent = traffic(blocks, job, stage)
     speed = hardware.bandwidth * hardware.efficiency
     return StepTime(
-        matrices=_matrix_seconds(blocks, a, job, hardware, stage),
+        matrices=_matrix_seconds(blocks, a, job, hardware),
         fake_quant=job.accumulate * fake_quant_bytes(blocks, job) / speed,
         communication=collective_seconds(sent, job, hardware),
         host=_host_seconds(blocks, job, hardware) if stage == "zero3_offload" else 0.0,
@@ -84,8 +84,8 @@ def operations(blocks: Sequence[Block], a: Architecture, job: Job) -> tuple[floa
     return 2 * job.tokens * passes * (matrices + attention), 2 * job.tokens * passes * routed
 
 
-def _matrix_seconds(blocks: Sequence[Block], a: Architecture, job: Job, hardware: Hardware, stage: Stage) -> float:
-    arithmetic = job.arithmetic(stage)
+def _matrix_seconds(blocks: Sequence[Block], a: Architecture, job: Job, hardware: Hardware) -> float:
+    arithmetic = job.arithmetic
     dense, routed = operations(blocks, a, job)
     slow = hardware.fp32_flops * hardware.mfu
     fast = slow if arithmetic == "full" else hardware.flops * hardware.mfu
@@ -102,7 +102,7 @@ def fake_quant_bytes(blocks: Sequence[Block], job: Job) -> float:
 
 def traffic(blocks: Sequence[Block], job: Job, stage: Stage) -> float:
     """Bytes that collectives of one step carry; a rank sends (N - 1) / N of them."""
-    size = job.parameter_bytes(stage) * total(blocks, "parameters")
+    size = job.parameter_bytes * total(blocks, "parameters")
     if job.ranks == 1:
         return 0.0
     if stage in FUSED_LAYER:
@@ -121,9 +121,9 @@ def collective_seconds(size: float, job: Job, hardware: Hardware) -> float:
 def _host_seconds(blocks: Sequence[Block], job: Job, hardware: Hardware) -> float:
     """Offload: each rank's part over its host link for every use, and the optimizer's pass over host memory.
 
-    Adam reads gradient, master weight and two moments in fp32, and writes three of them and the bf16 weight: 30 bytes.
+    Adam reads gradient, master weight and two moments in fp32, and writes three of them and the weight: 28 + p bytes.
     """
-    part = 2 * total(blocks, "parameters") / job.ranks
+    part = job.parameter_bytes * total(blocks, "parameters") / job.ranks
     uses = job.accumulate * (3 + (1 if job.checkpointing else 0) + (1 if job.teacher else 0)) + 1
-    optimizer = 30 * total(blocks, "parameters") / job.nodes / hardware.host_bandwidth
+    optimizer = (28 + job.parameter_bytes) * total(blocks, "parameters") / job.nodes / hardware.host_bandwidth
     return part * uses / (hardware.host_link * hardware.efficiency) + optimizer / hardware.efficiency

@@ -210,7 +210,7 @@ KERNELS = (
     Kernel("vLLM", "Marlin", marlin, marlin_moe, True,
            f"{_VLLM} 007d50058a06 {_QUANT}/utils/marlin_utils.py: verify_marlin_supports_shape, "
            "check_moe_marlin_supports_layer"),
-    Kernel("vLLM", "Marlin, padding", marlin_padded, marlin_moe_padded, True,
+    Kernel("vLLM", "Marlin with padding", marlin_padded, marlin_moe_padded, True,
            f"{_VLLM} 055e47c28003 {_MIXED}/marlin.py: can_implement; experts: 0043d6b52fda compressed_tensors_moe.py, "
            "allow_tile_padding"),
     Kernel("vLLM", "Machete", machete, None, True,

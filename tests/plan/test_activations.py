@@ -9,7 +9,8 @@ from qdeepseek.train.config import ConfigError
 from qdeepseek.train.models import ModelConfig, load_model
 
 MLA = {"kv_lora_rank": 64, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 32, "num_key_value_heads": 4,
-       "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48, "first_k_dense_replace": 1}  # fmt: skip
+       "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48,
+       "first_k_dense_replace": 1}  # fmt: skip
 BASE = {"vocab_size": 64, "hidden_size": 128, "intermediate_size": 320, "num_hidden_layers": 2,
         "num_attention_heads": 4, "max_position_embeddings": 128, "tie_word_embeddings": False}  # fmt: skip
 MODELS = {
@@ -101,7 +102,6 @@ def test_every_hub_name_of_the_configuration_has_an_architecture():
 
 
 def test_a_folder_with_a_config_alone_and_nothing_at_all(tmp_path):
-    ModelConfig(scratch=MODELS["v3"])
     built, _ = meta_model(ModelConfig(scratch=MODELS["v3"]))
     built.config.save_pretrained(tmp_path)
     model, source = meta_model(ModelConfig(path=str(tmp_path)))

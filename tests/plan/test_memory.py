@@ -74,12 +74,20 @@ def test_stages_take_less_and_less():
     assert totals == sorted(totals, reverse=True)
 
 
+def test_fp32_weights_are_their_own_master_at_stage_3():
+    full = replace(JOB, precision="bf16-mixed")
+    assert memory(PLAIN, ARCHITECTURE, full, "zero3").optimizer == 12 * P / 8
+    assert memory(PLAIN, ARCHITECTURE, full, "zero2").optimizer == 16 * P / 8
+    assert memory(PLAIN, ARCHITECTURE, full, "zero3").weights == 4 * P / 8
+
+
 def test_arithmetic_of_a_precision():
-    mixed = Job(precision="bf16-mixed")
-    assert mixed.arithmetic("ddp") == "mixed" and mixed.arithmetic("zero2") == "bf16"
-    assert mixed.parameter_bytes("ddp") == 4 and mixed.parameter_bytes("zero1") == 2
-    assert Job(precision="32-true").arithmetic("zero3") == "full"
-    assert Job(precision="32-true", weight_bytes=2).parameter_bytes("ddp") == 2
+    for precision, weight_bytes, arithmetic, parameter in (
+        ("32-true", 4, "full", 4), ("32-true", 2, "bf16", 2), ("bf16-mixed", 4, "mixed", 4),
+        ("bf16-mixed", 2, "bf16", 2), ("bf16-true", 4, "bf16", 2),
+    ):  # fmt: skip
+        job = Job(precision=precision, weight_bytes=weight_bytes)
+        assert (job.arithmetic, job.parameter_bytes) == (arithmetic, parameter)
     with pytest.raises(ValueError, match=r"trainer\.precision 16-mixed has no plan"):
         Job(precision="16-mixed")
     with pytest.raises(ValueError, match="nodes 0 must be at least 1"):

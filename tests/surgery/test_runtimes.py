@@ -17,25 +17,25 @@ QWEN_DOWN = Layer("down", 18944, (3584,), "inputs", 128)
 @pytest.mark.parametrize(
     ("kernel", "layer", "tp", "group", "taken"),
     [
-        # 1408 = 11 · 128: whole groups of 128 at TP 1; 704 = 5.5 · 128 = 11 · 64 at TP 2; 352 = 5.5 · 64 = 11 · 32 at TP 4
+        # 1408 = 11 · 128 at TP 1; 704 = 5.5 · 128 = 11 · 64 at TP 2; 352 = 5.5 · 64 = 11 · 32 at TP 4
         ("vLLM Marlin", LITE_EXPERTS, 1, 128, True),
         ("vLLM Marlin", LITE_EXPERTS, 2, 128, False),
         ("vLLM Marlin", LITE_EXPERTS, 2, 64, True),
         ("vLLM Marlin", LITE_EXPERTS, 2, 32, True),
         ("vLLM Marlin", LITE_EXPERTS, 4, 64, False),
         ("vLLM Marlin", LITE_EXPERTS, 4, 32, False),
-        ("vLLM Marlin, padding", LITE_EXPERTS, 4, 32, True),
-        ("vLLM Marlin, padding", LITE_EXPERTS, 4, 64, False),
+        ("vLLM Marlin with padding", LITE_EXPERTS, 4, 32, True),
+        ("vLLM Marlin with padding", LITE_EXPERTS, 4, 64, False),
         ("vLLM WNA16 MoE", LITE_EXPERTS, 4, 32, True),
         ("vLLM WNA16 MoE", LITE_EXPERTS, 2, 128, False),
         ("SGLang Marlin", LITE_EXPERTS, 2, 64, True),
         # 10944 = 171 · 64 = 85.5 · 128: Marlin's K % 128 refuses it whatever the group
         ("vLLM Marlin", LITE_DOWN, 1, 64, False),
         ("vLLM Marlin", LITE_DOWN, 1, 32, False),
-        ("vLLM Marlin, padding", LITE_DOWN, 1, 64, True),
-        ("vLLM Marlin, padding", LITE_DOWN, 1, 128, False),
-        ("vLLM Marlin, padding", LITE_DOWN, 2, 64, False),  # 5472 = 85.5 · 64 = 171 · 32
-        ("vLLM Marlin, padding", LITE_DOWN, 2, 32, True),
+        ("vLLM Marlin with padding", LITE_DOWN, 1, 64, True),
+        ("vLLM Marlin with padding", LITE_DOWN, 1, 128, False),
+        ("vLLM Marlin with padding", LITE_DOWN, 2, 64, False),  # 5472 = 85.5 · 64 = 171 · 32
+        ("vLLM Marlin with padding", LITE_DOWN, 2, 32, True),
         ("vLLM Machete", LITE_DOWN, 1, 64, True),
         ("vLLM Machete", LITE_DOWN, 1, 32, False),
         ("vLLM GPTQ loader", LITE_DOWN, 4, 32, False),  # 2736 = 85.5 · 32
