@@ -76,7 +76,8 @@ def _time(plan: Plan) -> str:
     hardware = plan.hardware
     stated = (
         f"Assumed: {hardware.flops / 1e12:g} TFLOP/s in bf16 and {hardware.fp32_flops / 1e12:g} in fp32 at MFU "
-        f"{hardware.mfu:g}, memory {hardware.bandwidth / 1e9:g} GB/s, links {hardware.link / 1e9:g} GB/s in a node and {hardware.network / 1e9:g} between nodes, each × "
+        f"{hardware.mfu:g}, memory {hardware.bandwidth / 1e9:g} GB/s, "
+        f"links {hardware.link / 1e9:g} GB/s in a node and {hardware.network / 1e9:g} between nodes, each × "
         f"{hardware.efficiency:g}. Not measured."
     )
     return f"{columns(rows)}\n{stated}"
