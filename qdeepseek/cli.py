@@ -1,5 +1,8 @@
-"""`qdeepseek verify FOLDER` and `qdeepseek export RUN`: what needs neither a GPU nor the process that trained."""
+"""`qdeepseek plan`, `qdeepseek verify FOLDER` and `qdeepseek export RUN`: what needs neither a GPU nor the process that
+trains.
+"""
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -13,6 +16,30 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_
 @app.callback()
 def main() -> None:
     """QDeepSeek: INT4 in the loop, exported bit for bit as trained."""
+
+
+@app.command()
+def plan(
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="model=… strategy=… quant=… nodes=… gpus=… tp=…")
+    ] = None,
+    conf: Annotated[Path | None, typer.Option(help="configuration folder; default ./conf")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON instead of text")] = False,
+) -> None:
+    """Coverage, memory by ZeRO stage, step time, size of the export and kernels that take it: from a config.json alone.
+
+    Words are those of train.py, and nodes, gpus (of one node), tp (of the runtime), length, hardware=… and its keys.
+    """
+    from qdeepseek.plan.compose import configuration
+    from qdeepseek.plan.plan import make_plan
+    from qdeepseek.plan.report import text
+
+    try:
+        made = make_plan(*configuration(overrides or [], conf))
+    except (OSError, ValueError) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from error
+    typer.echo(json.dumps(made.to_dict(), indent=1) if as_json else text(made))
 
 
 @app.command()

@@ -1,0 +1,241 @@
+"""Bytes on one GPU at the worst moment of a training step, by ZeRO stage, and in the memory of its host.
+
+P parameters, Q of them fake-quantised, N ranks, p bytes of a parameter in training, S learned scales (fp32 always).
+Every block b has parameters P_b, saved activations A_b and fake-quantised copies W_b = p·Q_b.
+
+                   weights    gradients    optimizer             communication
+    ddp            p P        p P          2 p P                 p P (buckets, N > 1)
+    zero1          p P        p P          16 P / N              2 p bucket
+    zero2          p P        p P / N      16 P / N              2 p bucket
+    zero3          p P / N    p P / N      16 or 12 P / N        p bucket, p live, and 2 p P_b: a block and its gradient
+    zero3_offload  0          0            0                     the same; on the host (p + 16) P / nodes
+
+16: fp32 master weights 4, Adam's two moments 8, the fp32 gradient of the step 4; at stage 3 fp32 weights are their own
+master. Scales take 4 S (weight), 4 S (gradient), 8 S (moments), and from stage 1 on 8 S more (master, gradient of the
+step), divided by N as above. p is 4 unless the weights are bf16. The step walks forward and backward over the blocks;
+the worst moment is the maximum of
+    end of forward   Σ A_b + Σ W_b + head          (head: one chunk of logits, its log-softmax and its gradient)
+    backward of b    Σ_{c ≤ b} (A_c + W_c) + gradients of c > b + workspace of b
+With gradient checkpointing A_b is the input of b alone, W_b is 0, and the workspace holds the recomputed block.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+from qdeepseek.plan.activations import KINDS, Arithmetic, saved
+from qdeepseek.plan.architecture import Architecture
+from qdeepseek.plan.blocks import Block, total
+
+Stage = Literal["ddp", "zero1", "zero2", "zero3", "zero3_offload"]
+STAGES: tuple[Stage, ...] = ("ddp", "zero1", "zero2", "zero3", "zero3_offload")
+FUSED_LAYER = ("zero3", "zero3_offload")
+LOGIT_BYTES, TEACHER_LOGIT_BYTES = 12, 24  # fp32 tensors of one chunk alive at once: 3, with a teacher 6
+FORWARD_TEMPORARY = {2: 4, 4: 2}  # bytes an element beside w and w_hat, by bytes of a weight
+BACKWARD_TEMPORARY = 12  # three fp32 tensors: w / s, its rounding, its clamped rounding
+
+
+@dataclass(frozen=True)
+class Job:
+    """What memory and time of a step depend on beside the model.
+
+    precision   trainer.precision; weight_bytes that of model.dtype
+    cached      method.cache, recompute: method.recompute, teacher: method.distill_weight > 0
+    max_logits  elements of one chunk of logits
+    bucket      elements of a communication bucket, live the most that ZeRO-3 keeps gathered beyond one block
+    """
+
+    nodes: int = 1
+    gpus: int = 1
+    batch: int = 1
+    length: int = 4096
+    accumulate: int = 1
+    precision: str = "bf16-mixed"
+    weight_bytes: int = 4
+    checkpointing: bool = True
+    cached: bool = False
+    recompute: bool = False
+    teacher: bool = True
+    fused_attention: bool = True
+    max_logits: int = 2**25
+    bucket: int = 200_000_000
+    live: int = 1_000_000_000
+
+    def __post_init__(self) -> None:
+        for name in ("nodes", "gpus", "batch", "length", "accumulate"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} {getattr(self, name)} must be at least 1")
+        if self.precision not in ("32-true", "bf16-mixed", "bf16-true"):
+            raise ValueError(f"trainer.precision {self.precision} has no plan; use 32-true, bf16-mixed or bf16-true")
+
+    @property
+    def ranks(self) -> int:
+        return self.nodes * self.gpus
+
+    @property
+    def tokens(self) -> int:
+        """Of one micro-batch on one rank."""
+        return self.batch * self.length
+
+    @property
+    def arithmetic(self) -> Arithmetic:
+        """`mixed` is autocast over fp32 weights, which DeepSpeed does here too (train/zero.py)."""
+        if self.weight_bytes == 2 or self.precision == "bf16-true":
+            return "bf16"
+        return "full" if self.precision == "32-true" else "mixed"
+
+    @property
+    def parameter_bytes(self) -> int:
+        return 2 if self.arithmetic == "bf16" else 4
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one GPU by what they are, at the worst moment, and `host` bytes in the memory of one node."""
+
+    weights: float = 0
+    gradients: float = 0
+    optimizer: float = 0
+    scales: float = 0
+    teacher: float = 0
+    communication: float = 0
+    gathered: float = 0
+    activations: float = 0
+    fake_quant: float = 0
+    temporary: float = 0
+    head: float = 0
+    host: float = 0
+    moment: str = ""
+
+    @property
+    def total(self) -> float:
+        return sum(v for k, v in asdict(self).items() if k not in ("host", "moment"))
+
+    @property
+    def model_states(self) -> float:
+        """What DeepSpeed's estimators count: weights, gradients, optimizer, and ZeRO-3's gathered block."""
+        return self.weights + self.gradients + self.optimizer + self.gathered
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "total": self.total}
+
+
+def memory(blocks: Sequence[Block], a: Architecture, job: Job, stage: Stage) -> Memory:
+    """The worst moment of a step at `stage`."""
+    fixed = _fixed(blocks, job, stage)
+    moments = [_end_of_forward(blocks, a, job)]
+    moments += [_backward(blocks, a, job, stage, index) for index in range(len(blocks))]
+    worst = max(moments, key=lambda m: m.total)
+    return replace(worst, **{k: getattr(fixed, k) + getattr(worst, k) for k in asdict(fixed) if k != "moment"})
+
+
+def _fixed(blocks: Sequence[Block], job: Job, stage: Stage) -> Memory:
+    """What is there during the whole step."""
+    p, n = job.parameter_bytes, job.ranks
+    every, fp32, scales = (total(blocks, k) for k in ("parameters", "fp32", "scales"))
+    weights = p * every + (4 - p) * fp32
+    memory = Memory(
+        weights=weights,
+        optimizer=2 * weights if stage == "ddp" else 16 * every / n,
+        scales=16 * scales if stage == "ddp" else (4 + 20 / n) * scales,
+        teacher=weights if job.teacher else 0,
+        fake_quant=p * total(blocks, "quantised") if job.cached else 0,
+        gradients=weights if _whole_gradients(job, stage) else 0,
+    )
+    bucket = p * min(job.bucket, every)
+    if stage == "ddp":
+        return replace(memory, communication=weights if n > 1 else 0)
+    if stage == "zero1":
+        return replace(memory, communication=2 * bucket)
+    if stage == "zero2":
+        return replace(memory, gradients=weights / n, communication=2 * bucket)
+    largest = max(blocks, key=lambda b: b.parameters)
+    live = p * max(0, min(job.live, every) - largest.parameters)
+    partitioned = replace(
+        memory, weights=weights / n, gradients=weights / n, teacher=memory.teacher / n, scales=24 * scales / n,
+        gathered=2 * (p * largest.parameters + 4 * largest.scales), communication=bucket + live,
+    )  # fmt: skip
+    if job.parameter_bytes == 4:
+        partitioned = replace(partitioned, optimizer=12 * every / n)
+    if stage == "zero3":
+        return partitioned
+    host = ((p + 16) * every + 20 * scales + memory.teacher) / job.nodes
+    return replace(partitioned, weights=0, gradients=0, optimizer=0, teacher=0, scales=0, host=host)
+
+
+def _whole_gradients(job: Job, stage: Stage) -> bool:
+    """Whether whole gradients outlive a backward: under accumulation, or because DeepSpeed keeps them at stage 1."""
+    return stage == "zero1" or (stage == "ddp" and job.accumulate > 1)
+
+
+def _end_of_forward(blocks: Sequence[Block], a: Architecture, job: Job) -> Memory:
+    held = _held(blocks, a, job, len(blocks))
+    chunk = min(job.tokens, max(1, job.max_logits // a.vocab)) * a.vocab
+    return replace(held, head=chunk * (TEACHER_LOGIT_BYTES if job.teacher else LOGIT_BYTES), moment="loss")
+
+
+def _backward(blocks: Sequence[Block], a: Architecture, job: Job, stage: Stage, index: int) -> Memory:
+    block, p = blocks[index], job.parameter_bytes
+    held = _held(blocks, a, job, index + 1)
+    later = 0.0
+    if stage == "ddp" and not _whole_gradients(job, stage):
+        later = p * sum(b.parameters for b in blocks[index:])
+    again = _saved(block, a, job) if job.checkpointing else 0
+    copies = _copies(block, job) if job.checkpointing else 0
+    temporary = (BACKWARD_TEMPORARY if block.learned else 0) * block.learned
+    if _whole_gradients(job, stage):
+        temporary += p * block.largest_parameter
+    rebuilt = p * block.largest if job.recompute and not (job.cached or job.checkpointing) else 0
+    flowing = _flowing(block, a, job)
+    return replace(
+        held, gradients=later, activations=held.activations + flowing + again, fake_quant=held.fake_quant + copies,
+        temporary=max(temporary, FORWARD_TEMPORARY[p] * block.largest) + rebuilt, moment=f"backward of {block.name}",
+    )  # fmt: skip
+
+
+def _held(blocks: Sequence[Block], a: Architecture, job: Job, count: int) -> Memory:
+    """Activations and fake-quantised copies of the first `count` blocks."""
+    stream = job.tokens * a.hidden * KINDS[job.arithmetic].stream
+    acts = copies = 0.0
+    for block in blocks[:count]:
+        if job.checkpointing:
+            acts += stream if block.name.startswith("layer") else 0
+        else:
+            acts += _saved(block, a, job)
+            copies += _copies(block, job)
+    return Memory(activations=acts, fake_quant=copies)
+
+
+def _saved(block: Block, a: Architecture, job: Job) -> float:
+    arithmetic = job.arithmetic
+    if block.name.startswith("layer"):
+        kind = a.kinds[int(block.name.split()[1])]
+        return job.tokens * saved(a, kind, arithmetic, job.length, job.fused_attention)
+    b = KINDS[arithmetic]
+    return job.tokens * a.hidden * (4 + b.normalised + b.compute) if block.name == "head" else 0
+
+
+def _copies(block: Block, job: Job) -> float:
+    """Fake-quantised weights that autograd keeps for the backward, and autocast's bf16 copies of kept ones.
+
+    method.recompute keeps none, except in a block that gradient checkpointing computes again.
+    """
+    arithmetic, p = job.arithmetic, job.parameter_bytes
+    dense, none = block.quantised - block.quantised_experts, job.cached or (job.recompute and not job.checkpointing)
+    if arithmetic == "mixed":
+        return 2 * (dense + block.kept) + (0 if none else p * block.quantised_experts)
+    return 0 if none else p * block.quantised
+
+
+def _flowing(block: Block, a: Architecture, job: Job) -> float:
+    """Gradients of activations alive at once in the backward of a block: twice its widest tensor and the stream."""
+    if not block.name.startswith("layer"):
+        return 0
+    b = KINDS[job.arithmetic]
+    widths = [a.heads * a.query, a.hidden]
+    if a.kinds[int(block.name.split()[1])] == "moe":
+        widths += [a.top_k * max(2 * a.expert, a.hidden)]
+    else:
+        widths += [2 * a.dense]
+    attention = 0 if job.fused_attention else 2 * a.heads * job.length * 4
+    return job.tokens * max(2 * max(widths) * b.compute + a.hidden * b.stream, attention)

@@ -1,0 +1,79 @@
+"""`qdeepseek plan`: composition, refusals, text and JSON, in seconds and without weights."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from qdeepseek.cli import app
+from qdeepseek.plan.compose import conf_folder, configuration
+from qdeepseek.plan.hardware import Hardware
+from qdeepseek.plan.plan import make_plan
+from qdeepseek.train.config import ConfigError, build
+from tests.train.test_config import CONF
+
+
+def run(*words: str):
+    return CliRunner().invoke(app, ["plan", "--conf", str(CONF), *words])
+
+
+@pytest.mark.parametrize("name", sorted(f.stem for f in (CONF / "hardware").glob("*.yaml")))
+def test_hardware_configurations(name):
+    config, _ = configuration([f"hardware={name}"], CONF)
+    assert build(Hardware, config["hardware"], "hardware").memory >= 80e9
+
+
+def test_json_of_deepseek_v3():
+    done = run("model=deepseek_v3", "nodes=32", "tp=8", "trainer.precision=bf16-mixed", "--json")
+    assert done.exit_code == 0, done.output
+    plan = json.loads(done.output)
+    assert plan["coverage"]["expert_share"] == 1 and plan["configuration"] == "published values, DeepSeek-V3.json"
+    assert plan["job"]["nodes"] == 32 and plan["job"]["length"] == 256
+    parts = {k: v for k, v in plan["stages"]["zero3"]["memory"].items() if k not in ("total", "host", "moment")}
+    assert sum(parts.values()) == pytest.approx(plan["stages"]["zero3"]["memory"]["total"])
+    # layer 61 of the checkpoint: 11.5e9 parameters of a decoder layer, its own embedding and head, a 2H x H projection
+    assert plan["export"]["copied"] == pytest.approx(2 * 13.46e9, rel=2e-3)
+    assert plan["refusals"]["vLLM Marlin"] == []
+
+
+def test_text_of_deepseek_v2_lite():
+    done = run("model=deepseek_v2_lite", "quant=w4a16_g128", "tp=2", "strategy=zero3")
+    assert done.exit_code == 0, done.output
+    for line in (
+        "strategy zero3", "15,706,484,224 parameters", "W4A16 g64", "fits without checkpointing",
+        "experts: I / T 704 is no multiple of max(64, group) = 128 → group 64 or 32", "keep it in bf16",
+    ):  # fmt: skip
+        assert line in done.output, line
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["model=deepseek_v9"], "model=deepseek_v9: no such choice; model is one of coder_6_7b, deepseek_v2,"),
+        (["quant=w5"], "quant=w5: no such choice; quant is one of mixed, off,"),
+        (["strategy=zero9"], "strategy=zero9: no such choice; strategy is one of"),
+        (["nonsense"], "'nonsense' is no key=value"),
+        (["nodez=3"], "nodez"),
+        (["nodes=0"], "nodes 0 must be at least 1"),
+        (["tp=0"], "tp 0 must be at least 1"),
+        (["hardware.mfu=2"], "hardware: mfu 2 must lie in"),
+        (["model.path=/nowhere"], "no such folder"),
+        (["quant.schemes.main.weight.group_size=48"], "is not a multiple of group_size 48"),
+    ],
+)
+def test_refusals(words, message):
+    done = run(*words)
+    assert done.exit_code == 1 and message in done.output
+
+
+def test_conf_folder_must_have_a_plan(tmp_path):
+    assert conf_folder(CONF) == CONF
+    with pytest.raises(ConfigError, match=r"no plan\.yaml in it"):
+        conf_folder(tmp_path)
+
+
+def test_the_shipped_model_and_its_export_size():
+    config, chosen = configuration(["gpus=1"], CONF)
+    plan = make_plan(config, chosen)
+    assert chosen == "auto" and plan.extra_bytes == 0 and plan.dtype == "bfloat16"
+    assert plan.fits(plan.memory["ddp"]) and plan.time["ddp"].communication == 0
