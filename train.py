@@ -57,6 +57,7 @@ def finish(run: qat.Run, student: Any, coverage: Coverage) -> None:
     print(proof)
     folder = proof.folder
     if not run.config["evaluate"]:
+        log_end(run.wandb, run.folder, coverage)
         print(f"\nexport: {folder}\nnot evaluated (evaluate=false): serve it, or python -m eval.perplexity {folder}")
         return
     comparison = compare.compare(run, folder)
@@ -69,7 +70,7 @@ def finish(run: qat.Run, student: Any, coverage: Coverage) -> None:
     write_metrics(run.folder / "metrics.json", metrics)
     page = report.write_report(run.folder)
     run.stop.stage_ended("report")
-    log_end(run.wandb, run.folder, metrics)
+    log_end(run.wandb, run.folder, coverage, metrics)
     print(f"\n{terminal.summary(metrics, page)}\nexport: {folder}")
 
 

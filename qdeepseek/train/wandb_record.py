@@ -31,31 +31,42 @@ def log_start(logger: WandbLogger | None, coverage: Coverage) -> None:
 
 
 @rank_zero_only
-def log_end(logger: WandbLogger | None, folder: Path, metrics: Mapping[str, Any]) -> None:
-    """Final table, coverage as exported, events, figures, the report and a reference to the export; ends the run."""
+def log_end(
+    logger: WandbLogger | None, folder: Path, coverage: Coverage, metrics: Mapping[str, Any] | None = None
+) -> None:
+    """Coverage as exported, events, a reference to the export, and what an evaluation left; ends the run.
+
+    metrics: as in metrics.json; None for a run that is not evaluated, which has neither table nor report.
+    """
     if logger is None:
         return
     import wandb
 
     run: Any = logger.experiment
+    _log_coverage(run, coverage.to_dict())
+    _log_events(run, "precision/events", PRECISION, read_events(folder, "precision"))
+    _log_events(run, "guard/events", GUARD, guard_events(folder))
+    if metrics is not None:
+        _log_report(run, folder / "report", metrics)
+    artifact = wandb.Artifact(f"export-{run.id}", type="model")
+    artifact.add_reference((folder / "export").absolute().as_uri(), checksum=False)
+    run.log_artifact(artifact)
+    wandb.finish()
+
+
+def _log_report(run: Any, report: Path, metrics: Mapping[str, Any]) -> None:
+    import wandb
+
     for scheme, entry in metrics["schemes"].items():
         columns, rows = report_rows(entry)
         run.log({f"report/{scheme}": wandb.Table(columns=columns, data=rows)})
         for measure, value in entry["gap_recovered"].items():
             run.summary[f"gap_recovered/{scheme}/{measure}"] = value
-    _log_coverage(run, metrics["coverage"])
-    _log_events(run, "precision/events", PRECISION, read_events(folder, "precision"))
-    _log_events(run, "guard/events", GUARD, guard_events(folder))
-    for figure in sorted((folder / "report" / "figures").glob("*.svg")):
+    for figure in sorted((report / "figures").glob("*.svg")):
         page = figure_page(figure.stem, figure.read_text(encoding="utf-8"))
         run.log({f"figures/{figure.stem}": wandb.Html(page, inject=False)})
-    report = folder / "report" / "report.html"
-    if report.is_file():
-        run.log({"report/page": wandb.Html(report.read_text(encoding="utf-8"), inject=False)})
-    artifact = wandb.Artifact(f"export-{run.id}", type="model")
-    artifact.add_reference((folder / "export").absolute().as_uri(), checksum=False)
-    run.log_artifact(artifact)
-    wandb.finish()
+    text = (report / "report.html").read_text(encoding="utf-8")
+    run.log({"report/page": wandb.Html(text, inject=False)})
 
 
 def report_rows(entry: Mapping[str, Any]) -> tuple[list[str | int], list[list[Any]]]:

@@ -3,6 +3,7 @@
 import itertools
 from pathlib import Path
 
+import pytest
 import yaml
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
@@ -30,6 +31,7 @@ def command_of(draw):
     return [*words[3:-1], *macros["args_no_hyphens"]]
 
 
+@pytest.mark.slow
 def test_every_combination_composes_and_suits_the_model(tiny_model):
     combinations = drawn()
     assert len(combinations) == 3 * 2 * 2 * 3 * 3 * 3
