@@ -20,7 +20,8 @@ ROOT = Path(__file__).parents[2]
 STAGES = ("zero1", "zero2", "zero3")
 PLAN = {
     "everything": ["ddp", *STAGES], "decisions": ["ddp", *STAGES], "cage": ["ddp", *STAGES],
-    "lora": ["ddp", *STAGES], "lowering": ["zero2", "zero3"], "disjoint": ["zero1", "zero3", "zero3_offload"], "mixed": ["ddp", *STAGES],
+    "lora": ["ddp", *STAGES],
+    "lowering": ["zero2", "zero3"], "disjoint": ["zero1", "zero3", "zero3_offload"], "mixed": ["ddp", *STAGES],
 }  # fmt: skip
 
 
