@@ -96,11 +96,9 @@ def stoppable(config: Mapping[str, Any]) -> Iterator[StopRequest]:
     except Stopped as stopped:
         sys.exit(_leave(stopped, request, options, Path(config["run_dir"])))
     finally:
-        for (
-            number,
-            handler,
-        ) in before.items():  # in a job step the process ends here, and says its last words undisturbed
-            signal.signal(number, signal.SIG_IGN if slurm.started_by_srun() else handler or signal.SIG_DFL)
+        ending = slurm.started_by_srun()  # a job step's process ends here, and another rank's exit would cut it short
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_IGN if ending else handler or signal.SIG_DFL)
 
 
 def _leave(stopped: Stopped, request: StopRequest, config: StopConfig, folder: Path) -> int:

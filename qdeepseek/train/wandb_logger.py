@@ -6,10 +6,25 @@ that raises. The few numbers between the signal and the run's stop are dropped i
 
 from typing import Any
 
-from lightning.fabric.loggers.logger import _DummyExperiment
 from lightning.pytorch.loggers import WandbLogger
 
 from qdeepseek.train.stop import StopRequest
+
+
+class _Silence:
+    """Takes any call, attribute and item of a W&B run, and does nothing."""
+
+    def __getattr__(self, name: str) -> "_Silence":
+        return self
+
+    def __call__(self, *args: Any, **options: Any) -> "_Silence":
+        return self
+
+    def __getitem__(self, key: Any) -> "_Silence":
+        return self
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        pass
 
 
 class StoppableWandb(WandbLogger):
@@ -21,4 +36,4 @@ class StoppableWandb(WandbLogger):
 
     @property
     def experiment(self) -> Any:
-        return _DummyExperiment() if self._stop.signal == "SIGTERM" else super().experiment
+        return _Silence() if self._stop.signal == "SIGTERM" else super().experiment

@@ -1,5 +1,6 @@
 """Jobs on a real Slurm of one node: a sweep, a preempted job, an array of evaluations, failures, refused requeues."""
 
+import csv
 import json
 import re
 import time
@@ -28,6 +29,13 @@ def weights(folder: Path) -> dict[str, bytes]:
     """Every weight file that a run wrote: unquantised, branch point and export."""
     files = [f for part in ("fp_ft", "branch", "export") for f in sorted((folder / part).rglob("*.safetensors"))]
     return {str(file.relative_to(folder)): file.read_bytes() for file in files}
+
+
+def losses(folder: Path) -> list[tuple[int, float]]:
+    """(step, loss) of the unquantised stage in the order logged, over all attempts."""
+    files = sorted((folder / "logs" / "fp_ft").glob("version_*/metrics.csv"))
+    rows = [row for file in files for row in csv.DictReader(file.open())]
+    return [(int(row["step"]), float(row["fp_ft/loss"])) for row in rows if row["fp_ft/loss"]]
 
 
 def text(file: Path) -> str:
@@ -68,6 +76,7 @@ def test_a_preempted_job_queues_itself_again_and_ends_with_the_same_weights(
     assert said and 0 < int(said[1]) < STEPS and said[2] == f"job {job} queues itself again and continues there"
     assert (done["JobState"], done["ExitCode"], done["Restarts"]) == ("COMPLETED", "0:0", "1"), text(log)[-3000:]
     assert weights(folder) == weights(sweep.folder / str(number))
+    assert losses(folder) == losses(sweep.folder / str(number)) and len(losses(folder)) == STEPS
     first, second = recorded_runs(folder)
     assert first == second and first[0] == (folder / "wandb_id.txt").read_text().strip()
 

@@ -153,6 +153,7 @@ def test_wandb_gets_nothing_once_sigterm_has_ended_its_process(tmp_path):
             process.wait(20)
     logger.log_metrics({"a": 2.0}, 1)
     logger.experiment.log({"b": 1.0})
+    logger.experiment.summary["c"] = 1.0
     close_wandb()
 
 
