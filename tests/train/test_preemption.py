@@ -2,6 +2,9 @@
 
 import os
 import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import lightning as L
 import psutil
@@ -14,9 +17,10 @@ from qdeepseek.train.config import ConfigError, OptimConfig
 from qdeepseek.train.datamodule import TokenDataModule
 from qdeepseek.train.module import FineTune
 from qdeepseek.train.run import TrainerConfig, build_trainer, fit, last_checkpoint
-from qdeepseek.train.stop import RESUMABLE, Stopped, StopRequest, close_wandb, stoppable
+from qdeepseek.train.stop import RESUMABLE, Stopped, StopRequest, stoppable
 from tests.train.test_callbacks import Rows, collate
 
+ROOT = Path(__file__).parents[2]
 STOP = {"signals": ["SIGUSR1", "SIGTERM"], "requeue": True}
 SLURM = {
     "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_NTASKS": "4",
@@ -141,20 +145,34 @@ def test_submitits_own_signal_is_taken_over(environment):
 
 
 def test_wandb_gets_nothing_once_sigterm_has_ended_its_process(tmp_path):
-    from qdeepseek.train.loggers import LoggerConfig, wandb_logger
+    """In a process of its own: W&B does not start again where its service was killed."""
+    done = subprocess.run(
+        [sys.executable, "-c", AFTER_SIGTERM, str(tmp_path)], capture_output=True, text=True, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
 
-    stop = StopRequest()
-    logger = wandb_logger(LoggerConfig(kind="wandb", offline=True), tmp_path, {}, stop)
-    logger.log_metrics({"a": 1.0}, 0)
-    stop.handle(signal.SIGTERM, None)
-    for process in psutil.Process().children():
-        if process.name().startswith("wandb"):
-            process.terminate()
-            process.wait(20)
-    logger.log_metrics({"a": 2.0}, 1)
-    logger.experiment.log({"b": 1.0})
-    logger.experiment.summary["c"] = 1.0
-    close_wandb()
+
+AFTER_SIGTERM = """
+import signal, sys
+from pathlib import Path
+import psutil
+from qdeepseek.train.loggers import LoggerConfig, wandb_logger
+from qdeepseek.train.stop import StopRequest, close_wandb
+
+stop = StopRequest()
+logger = wandb_logger(LoggerConfig(kind="wandb", offline=True), Path(sys.argv[1]), {}, stop)
+logger.log_metrics({"a": 1.0}, 0)
+stop.handle(signal.SIGTERM, None)
+ended = [process for process in psutil.Process().children() if process.name().startswith("wandb")]
+assert ended, "W&B has a process"
+for process in ended:
+    process.terminate()
+    process.wait(20)
+logger.log_metrics({"a": 2.0}, 1)
+logger.experiment.log({"b": 1.0})
+logger.experiment.summary["c"] = 1.0
+close_wandb()
+"""
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
