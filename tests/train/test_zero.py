@@ -19,9 +19,9 @@ from tests.train.test_config import composed
 ROOT = Path(__file__).parents[2]
 STAGES = ("zero1", "zero2", "zero3")
 PLAN = {
-    "everything": ["ddp", *STAGES], "decisions": ["ddp", *STAGES], "cage": ["ddp", *STAGES],
-    "lora": ["ddp", *STAGES],
-    "lowering": ["zero2", "zero3"], "disjoint": ["zero1", "zero3", "zero3_offload"], "mixed": ["ddp", *STAGES],
+    "everything": ["ddp", *STAGES], "decisions": ["ddp", *STAGES], "cage": ["ddp", "zero2", "zero3"],
+    "lora": ["ddp", "zero2", "zero3"], "lowering": ["zero2", "zero3"], "disjoint": ["zero1", "zero3", "zero3_offload"],
+    "mixed": ["ddp", "zero2", "zero3"],
 }  # fmt: skip
 
 
@@ -68,7 +68,7 @@ def largest_difference(a: dict, b: dict) -> float:
 def test_losses_and_weights_are_those_of_ddp(found, case):
     for rank in range(2):
         ddp = found[case][rank]["ddp"]
-        for stage in STAGES:
+        for stage in PLAN[case][1:]:
             zero = found[case][rank][stage]
             assert zero["losses"] == pytest.approx(ddp["losses"], abs=1e-5), stage
             # Adam's first steps are sign-like, so a rounding of a gradient near zero moves a weight by up to lr a step
@@ -122,7 +122,7 @@ def test_ranks_that_use_other_experts_do_not_wait_for_one_another(found):
 
 @pytest.mark.slow
 def test_routers_biases_and_scales_stay_fp32_under_bf16(found):
-    for stage in ("ddp", *STAGES):
+    for stage in PLAN["mixed"]:
         result = found["mixed"][0][stage]
         assert set(result["dtypes"].values()) == {"torch.float32", "torch.int8"} & set(result["dtypes"].values())
         assert result["losses"] == pytest.approx(found["mixed"][0]["ddp"]["losses"], abs=2e-3), stage
@@ -132,10 +132,10 @@ def test_routers_biases_and_scales_stay_fp32_under_bf16(found):
 
 @pytest.mark.slow
 def test_adapters_are_saved_from_partitions(found):
-    files = {p: found["folder"] / "lora" / p / "adapter" / "adapter_model.safetensors" for p in ("ddp", *STAGES)}
+    files = {p: found["folder"] / "lora" / p / "adapter" / "adapter_model.safetensors" for p in PLAN["lora"]}
     saved = {place: load_file(file) for place, file in files.items()}
     assert all(tensor.ndim == 2 for tensor in saved["zero3"].values()) and len(saved["zero3"]) > 10
-    for stage in STAGES:
+    for stage in PLAN["lora"][1:]:
         assert largest_difference(saved[stage], saved["ddp"]) < 1e-3, stage
 
 
