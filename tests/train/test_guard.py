@@ -336,7 +336,7 @@ def test_sharded_strategies_are_refused(student, tmp_path):
     module.configure_optimizers = lambda: torch.optim.SGD(student.parameters(), lr=0.1)
     trainer = L.Trainer(max_steps=1, accelerator="cpu", devices=1, callbacks=[Guard()], logger=False,
                         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)  # fmt: skip
-    with pytest.raises(ConfigError, match=r"SGD\(fused=False\); the guard needs one device or DDP.*method/guard=off"):
+    with pytest.raises(ConfigError, match=r"SGD\(fused=False\).* needs one device, DDP or ZeRO.*method/guard=off"):
         trainer.fit(module, data_module())
 
 
