@@ -122,11 +122,13 @@ class _Watch:
                 handle.remove()
 
 
-def find_fault(model: nn.Module, loss: Callable[[], Tensor]) -> Fault | None:
+def find_fault(model: nn.Module, loss: Callable[[], Tensor], to_the_end: bool = False) -> Fault | None:
     """The first non-finite number of `loss()` and its backward, or None when everything is finite.
 
     `loss` runs the model and returns a scalar. Gradients (`.grad`) are left alone. A loss that is non-finite while
     all modules were finite is Fault("", "forward", "loss").
+
+    to_the_end: run the backward after a finding too, where other ranks wait for this one in it (ZeRO-3).
     """
     watch = _Watch(model)
     with watch.on(), torch.enable_grad():
@@ -134,6 +136,6 @@ def find_fault(model: nn.Module, loss: Callable[[], Tensor]) -> Fault | None:
         if watch.first is None and not is_finite(value):
             watch.first = Fault("", "forward", "loss")
         trained = [p for p in model.parameters() if p.requires_grad]
-        if watch.first is None and value.requires_grad:
+        if (to_the_end or watch.first is None) and value.requires_grad:
             torch.autograd.grad(value, trained, allow_unused=True)
     return watch.first

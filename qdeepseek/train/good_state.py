@@ -70,7 +70,7 @@ def restore_checkpoint_(trainer: Any, path: str) -> None:
     counters = {
         name: getattr(engine, name) for name in ("global_steps", "global_samples", "micro_steps", "skipped_steps")
     }
-    engine.load_checkpoint(path, load_lr_scheduler_states=False)
+    trainer.strategy.load_checkpoint(path)  # which another number of ranks may have written
     for name, value in counters.items():
         setattr(engine, name, value)
     for part in engine.module.modules():

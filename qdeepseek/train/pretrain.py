@@ -11,7 +11,7 @@ import torch
 from qdeepseek.train import strategy as strategies
 from qdeepseek.train.callbacks.balance import LossFreeBalance
 from qdeepseek.train.callbacks.same_config import SameConfig
-from qdeepseek.train.config import MethodConfig, OptimConfig, build
+from qdeepseek.train.config import ConfigError, MethodConfig, OptimConfig, build
 from qdeepseek.train.data import DataConfig, build_data
 from qdeepseek.train.loggers import LoggerConfig, loggers, wandb_logger
 from qdeepseek.train.methods import split
@@ -21,10 +21,14 @@ from qdeepseek.train.provenance import git_commit
 from qdeepseek.train.run import TrainerConfig, build_trainer, fit
 from qdeepseek.train.stop import StopRequest
 from qdeepseek.train.tracking import tracking
+from qdeepseek.train.zero import ZeroConfig
 
 
 def pretrain(config: dict[str, Any], folder: Path, stop: StopRequest | None = None) -> Path:
     """Run `experiment=pretrain_tiny` until `stop`; returns the folder with the model, {folder}/model."""
+    strategy = strategies.parse(config)
+    if isinstance(strategy, ZeroConfig) and strategy.stage == 3:
+        raise ConfigError(f"strategy {strategy.name}: job=pretrain writes whole weights at its end; use zero2 or ddp")
     L.seed_everything(config["seed"], verbose=False)
     model_config = build(ModelConfig, config["model"], "model")
     trainer_config = build(TrainerConfig, config["trainer"], "trainer")
@@ -41,7 +45,7 @@ def pretrain(config: dict[str, Any], folder: Path, stop: StopRequest | None = No
         trainer_config,
         folder,
         "pretrain",
-        strategy=strategies.make(strategies.parse(config), trainer_config.precision),
+        strategy=strategies.make(strategy, trainer_config.precision),
         logger=loggers(folder, "pretrain", wandb),
         callbacks=[SameConfig(config), *balance, *tracking(logger_config, wandb, [])],
         stop=stop,

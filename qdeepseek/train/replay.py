@@ -2,7 +2,8 @@
 
 Batches are a function of their number (data/order.py), so none has to be kept in memory. Every rank runs its own; the
 finding that comes first in order of weight, forward, backward, then batch, then rank is everybody's. Weights and
-gradients are left alone. Without auxiliary losses, which may reduce over ranks, and without loss scaling.
+gradients are left alone. Without auxiliary losses, which may reduce over ranks, and without loss scaling. Under ZeRO-3
+forward and backward gather weights from all ranks, so that each rank runs all of them, whatever it found before.
 """
 
 from dataclasses import asdict
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from qdeepseek.train.fault import Fault, find_fault, is_finite, nonfinite_tensor
-from qdeepseek.train.zero import engine_of
+from qdeepseek.train.zero import engine_of, is_partitioned, without_reduction
 
 ORDER = ("weight", "forward", "backward")
 NOTHING = {"module": None, "where": None, "what": None, "rank": None, "batch": None}
@@ -39,19 +40,21 @@ def replay(trainer: L.Trainer, pl_module: Any, consumed: int) -> dict[str, Any]:
 
 
 def _search(trainer: L.Trainer, pl_module: Any, batches: range) -> tuple[Fault, int] | None:
+    together = is_partitioned(pl_module.model.parameters())
     fault = nonfinite_tensor(pl_module.model)
-    if fault is not None:
-        return fault, batches[0]
+    found = None if fault is None else (fault, batches[0])
     devices = [pl_module.device] if pl_module.device.type == "cuda" else []
     with torch.random.fork_rng(devices):
         for number in batches:
-            fault = _run(trainer, pl_module, number)
-            if fault is not None:
-                return fault, number
-    return None
+            if found is not None and not together:
+                break
+            fault = _run(trainer, pl_module, number, together)
+            if found is None and fault is not None:
+                found = fault, number
+    return found
 
 
-def _run(trainer: L.Trainer, pl_module: Any, number: int) -> Fault | None:
+def _run(trainer: L.Trainer, pl_module: Any, number: int, together: bool) -> Fault | None:
     """Forward and backward of one batch; a non-finite loss of finite modules is the head's or the teacher's."""
     batch = trainer.strategy.batch_to_device(trainer.datamodule.batch(number))  # type: ignore[attr-defined]
     parts: list[Tensor] = []
@@ -68,7 +71,8 @@ def _run(trainer: L.Trainer, pl_module: Any, number: int) -> Fault | None:
         return parts[0] + parts[1]
 
     model = pl_module.model
-    fault = find_fault(model, loss)
+    with without_reduction(model):
+        fault = find_fault(model, loss, to_the_end=together)
     if fault != Fault("", "forward", "loss"):
         return fault
     if is_finite(parts[0].detach()):

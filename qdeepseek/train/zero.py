@@ -24,6 +24,7 @@ Read by another number of ranks it is first turned into DeepSpeed's universal fo
 import json
 import os
 import shutil
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -32,6 +33,7 @@ from typing import TYPE_CHECKING, Any
 
 import lightning as L
 import torch
+from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.strategies import DeepSpeedStrategy
@@ -154,6 +156,8 @@ class Zero(DeepSpeedStrategy):
             mark_leaves(teacher)
             module.add_module(TEACHER, teacher.eval().requires_grad_(False))
         super().setup(trainer)
+        engine: Any = self.model  # moves no module that came in parts, and Lightning would think it on the CPU
+        _update_properties(module, device=engine.device)
         module._modules.pop(TEACHER, None)
         write_json(Path(trainer.default_root_dir) / FILE, self.config)
 
@@ -180,6 +184,7 @@ class Zero(DeepSpeedStrategy):
         engine: Any = self.deepspeed_engine
         engine._config.load_universal_checkpoint = True
         _, state = engine.load_checkpoint(str(folder), tag=UNIVERSAL, load_lr_scheduler_states=False)
+        engine._config.load_universal_checkpoint = False  # what this run saves is read as it is (guard)
         restore_groups(folder, engine.basic_optimizer)
         return state
 
@@ -216,10 +221,31 @@ def steps_now(trainer: L.Trainer) -> bool:
     return engine is None or bool(engine.is_gradient_accumulation_boundary())
 
 
+def steps_on_host(trainer: L.Trainer) -> bool:
+    """Whether the optimizer works in host memory, whatever the device of the model."""
+    engine = engine_of(trainer)
+    return engine is not None and bool(engine.zero_use_cpu_optimizer())
+
+
 def torch_optimizer(trainer: L.Trainer) -> torch.optim.Optimizer:
     """torch's own optimizer, which DeepSpeed wraps."""
     engine = engine_of(trainer)
     return trainer.optimizers[0] if engine is None else engine.basic_optimizer
+
+
+@contextmanager
+def without_reduction(model: nn.Module) -> Iterator[None]:
+    """For a backward that leaves `.grad` alone: a leaf of ZeRO-3 reduces gradients in a hook of the module, of whatever
+    kind the backward is, and DeepSpeed's would add zeros to those of the step. Forward and backward both inside."""
+    leaves = [module for module in model.modules() if getattr(module, "_z3_leaf", False)]
+    hooks = [module._backward_hooks for module in leaves]
+    for module in leaves:
+        module._backward_hooks = OrderedDict()
+    try:
+        yield
+    finally:
+        for module, own in zip(leaves, hooks, strict=True):
+            module._backward_hooks = own
 
 
 def is_partitioned(parameters: Iterable[Tensor]) -> bool:

@@ -12,16 +12,18 @@ import torch
 from safetensors.torch import load_file
 
 from qdeepseek.train.config import ConfigError
+from qdeepseek.train.pretrain import pretrain
 from qdeepseek.train.strategy import parse
 from qdeepseek.train.zero import ZeroConfig, deepspeed_config
 from tests.train.test_config import composed
+from tests.train.test_guard import NORM
 
 ROOT = Path(__file__).parents[2]
 STAGES = ("zero1", "zero2", "zero3")
 PLAN = {
     "everything": ["ddp", *STAGES], "decisions": ["ddp", *STAGES], "cage": ["ddp", "zero2", "zero3"],
     "lora": ["ddp", "zero2", "zero3"], "lowering": ["zero2", "zero3"], "disjoint": ["zero1", "zero3", "zero3_offload"],
-    "mixed": ["ddp", "zero2", "zero3"],
+    "mixed": ["ddp", "zero2", "zero3"], "broken": ["zero3"],
 }  # fmt: skip
 
 
@@ -103,6 +105,15 @@ def test_scheduler_and_guard_decide_the_same_on_every_rank_and_stage(found):
 
 
 @pytest.mark.slow
+def test_an_infinite_weight_in_one_rank_s_part_is_named_on_both(found):
+    first, second = (found["broken"][rank]["zero3"] for rank in range(2))
+    assert first["guard"] == second["guard"] and first["stopped"] == second["stopped"]
+    assert "there was no good state to go back to" in first["stopped"]
+    steps = [(e["step"], e["module"], e["where"], e["rank"], e["action"]) for e in first["guard"]]
+    assert steps == [(2, NORM, "weight", 1, "skip"), (3, NORM, "weight", 1, "stop")]
+
+
+@pytest.mark.slow
 def test_a_scale_found_on_the_way_down_is_the_same_whole_and_in_parts(found):
     for rank in range(2):
         two, three = (found["lowering"][rank][stage] for stage in ("zero2", "zero3"))
@@ -173,3 +184,8 @@ def test_every_strategy_composes_and_is_understood_by_deepspeed(name):
 def test_a_strategy_that_cannot_work_is_refused_at_once(overrides, message):
     with pytest.raises(ConfigError, match=message):
         parse(composed("run_dir=x", *overrides))
+
+
+def test_pretraining_in_parts_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"strategy zero3: job=pretrain writes whole weights.*use zero2 or ddp"):
+        pretrain(composed("experiment=pretrain_tiny", "strategy=zero3", f"run_dir={tmp_path}"), tmp_path)

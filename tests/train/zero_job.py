@@ -14,7 +14,7 @@ from qdeepseek.surgery import Recipe, prepare
 from qdeepseek.train.callbacks.compensation_cage import Cage
 from qdeepseek.train.callbacks.compensation_seed import SeedCompensation
 from qdeepseek.train.callbacks.fake_quant import FakeQuant
-from qdeepseek.train.callbacks.guard import Guard
+from qdeepseek.train.callbacks.guard import Guard, NonFiniteError
 from qdeepseek.train.callbacks.kv_cache import KVCacheQuant
 from qdeepseek.train.callbacks.lora import LoRA
 from qdeepseek.train.callbacks.precision import on_spikes, progressive
@@ -26,9 +26,10 @@ from qdeepseek.train.run import precision_options
 from qdeepseek.train.strategy import make
 from qdeepseek.train.zero import ZeroConfig, gathered
 from tests.train.test_config import composed
-from tests.train.test_guard import EXPERTS, data_module, poison
+from tests.train.test_guard import EXPERTS, NORM, data_module, poison
 
-PARTS = {"stage3_param_persistence_threshold": 0}
+# as in a model too large to stay whole between its forward and its backward
+PARTS = {"stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}
 ZERO = {f"zero{stage}": ZeroConfig(f"zero{stage}", stage, zero_optimization=PARTS) for stage in (1, 2, 3)}
 ZERO["zero3_offload"] = ZeroConfig("zero3_offload", 3, offload=True, zero_optimization=PARTS)
 SPIKES: dict[str, Any] = {
@@ -104,10 +105,11 @@ def everything(where: str, model: str, folder: Path) -> dict[str, Any]:
 
 
 def decisions(where: str, model: str, folder: Path) -> dict[str, Any]:
-    """Scheduler and guard on ranks with different data: a NaN on rank 1 alone, then an infinite weight."""
+    """Scheduler and guard on ranks with different data: a NaN on rank 1 alone."""
     student, guard, own = student_of(model), Guard(patience=3), folder / f"rank{torch.distributed.get_rank()}"
     precision = attached(on_spikes(**SPIKES), student, own, 9)
     rank, data = torch.distributed.get_rank(), data_module()
+    data.trainer = SimpleNamespace(global_rank=rank, world_size=2)  # type: ignore[assignment]
     if rank == 1:
         poison(student, EXPERTS, [2], data)
     found = fit(where, student, [FakeQuant(), guard, precision], folder, steps=9)
@@ -115,7 +117,26 @@ def decisions(where: str, model: str, folder: Path) -> dict[str, Any]:
     return {**found, "guard": guard.events, "events": events, "rungs": precision.scheduler.rungs}
 
 
-CASES = {"everything": everything, "decisions": decisions}
+class InfinitePart(L.Callback):
+    """From step 2 on, rank 1's part of one weight holds an inf, which no other rank can see in its own part."""
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        if trainer.global_step >= 1 and trainer.global_rank == 1:
+            weight = pl_module.model.get_submodule(NORM).weight
+            getattr(weight, "ds_tensor", weight).data[0] = torch.inf
+
+
+def broken(where: str, model: str, folder: Path) -> dict[str, Any]:
+    """An infinite weight that does not go away stops the run, on both ranks."""
+    guard = Guard(patience=2)
+    try:
+        fit(where, student_of(model), [InfinitePart(), FakeQuant(), guard], folder, accumulate=2)
+    except NonFiniteError as error:
+        return {"losses": [], "guard": guard.events, "stopped": str(error)}
+    return {"losses": [], "guard": guard.events, "stopped": None}
+
+
+CASES = {"everything": everything, "decisions": decisions, "broken": broken}
 
 
 def cage(where: str, model: str, folder: Path) -> dict[str, Any]:

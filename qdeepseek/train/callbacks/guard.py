@@ -45,7 +45,7 @@ from qdeepseek.train.fault import nonfinite_tensor
 from qdeepseek.train.good_state import GoodState, as_dict, copy_state, restore_, restore_checkpoint_
 from qdeepseek.train.gradients import LocalMoments
 from qdeepseek.train.replay import replay
-from qdeepseek.train.zero import engine_of, steps_now, torch_optimizer
+from qdeepseek.train.zero import engine_of, steps_now, steps_on_host, torch_optimizer
 
 
 class NonFiniteError(FloatingPointError):
@@ -152,7 +152,8 @@ class Guard(Callback):
         skip = torch.ones_like(flags[0]) if restored else flags.amax()  # restored: the gradient is of other weights
         scaler = _scaler(trainer)
         if scaler is None:
-            optimizer.found_inf = skip
+            # torch's own copy to an optimizer on the host is not waited for, and would be read before it is there
+            optimizer.found_inf = skip.cpu() if steps_on_host(trainer) else skip
         else:
             for found in scaler._found_inf_per_device(optimizer).values():
                 found.copy_(skip)
@@ -246,9 +247,11 @@ class Guard(Callback):
 
     def _keep(self, trainer: L.Trainer, pl_module: L.LightningModule, saving: bool = False) -> None:
         """Copy the state if it is good, or under ZeRO that its checkpoint is; waits for the device."""
-        if not self.restore or self.restored_at is not None or self.good_step == trainer.global_step or self.row:
+        if not self.restore or self.restored_at is not None or self.good_step == trainer.global_step:
             return
-        if self._pending is not None and self._flags is not None and any(self._flags.read()):
+        if saving and self._local is not None:
+            self.good_step = None  # that checkpoint is about to be replaced by this one, good or not
+        if self.row or (self._pending is not None and self._flags is not None and any(self._flags.read())):
             return
         fault = nonfinite_tensor(pl_module)
         anywhere = fault is not None
