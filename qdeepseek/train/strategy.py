@@ -29,6 +29,12 @@ def parse(config: Mapping[str, Any]) -> Parsed:
         return "ddp_find_unused_parameters_true" if name == "ddp" and config["method"].get("delay_steps") else name
     zero = build(ZeroConfig, group, "strategy")
     deepspeed_config(zero, str(config["trainer"]["precision"]))
+    dtype = config["model"].get("dtype", "float32")
+    if dtype != "float32":
+        raise ConfigError(
+            f"model.dtype {dtype} with strategy {zero.name}: weights are trained in fp32, which is also their master "
+            f"copy; set model.dtype=float32 and trainer.precision=bf16-mixed (export.dtype says what is served)"
+        )
     import_deepspeed()
     return zero
 

@@ -12,6 +12,7 @@ from argparse import Namespace
 from pathlib import Path
 
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from qdeepseek.train.config import ConfigError
 
@@ -27,6 +28,13 @@ def saved_ranks(folder: Path) -> int:
             f"new run_dir from its weights"
         )
     return len(files)
+
+
+@rank_zero_only
+def convert_for(ranks: int, folder: Path) -> None:
+    """Convert where another number of ranks will read; before they form a group, whose collectives time out."""
+    if saved_ranks(folder) != ranks:
+        to_universal(folder)
 
 
 def to_universal(folder: Path) -> Path:

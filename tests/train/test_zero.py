@@ -175,6 +175,7 @@ def test_every_strategy_composes_and_is_understood_by_deepspeed(name):
     ("overrides", "message"),
     [
         (["strategy=zero2", "trainer.precision=bf16-true"], "precision bf16-true .* use one of 32-true, bf16-mixed"),
+        (["strategy=zero2", "model.dtype=bfloat16"], "model.dtype bfloat16 with strategy zero2.*float32"),
         (["strategy=zero2", "+strategy.stages=1"], "strategy: unknown key stages"),
         (["strategy=zero2", "strategy.stage=4"], "stage 4 is none of 1, 2, 3"),
         (["strategy=zero2", "+strategy.zero_optimization.stage=3"], "follows from stage and offload"),

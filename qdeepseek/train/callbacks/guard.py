@@ -243,7 +243,8 @@ class Guard(Callback):
         file.write_text(json.dumps(facts, indent=1) + "\n")
 
     def _newest(self, trainer: L.Trainer, pl_module: L.LightningModule) -> str | None:
-        return last_checkpoint(Path(trainer.default_root_dir), str(pl_module.stage))
+        newest = last_checkpoint(Path(trainer.default_root_dir), str(pl_module.stage))
+        return trainer.strategy.broadcast(newest)  # a shared file system may show ranks different moments
 
     def _keep(self, trainer: L.Trainer, pl_module: L.LightningModule, saving: bool = False) -> None:
         """Copy the state if it is good, or under ZeRO that its checkpoint is; waits for the device."""
