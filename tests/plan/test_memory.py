@@ -81,6 +81,18 @@ def test_fp32_weights_are_their_own_master_at_stage_3():
     assert memory(PLAIN, ARCHITECTURE, full, "zero3").weights == 4 * P / 8
 
 
+def test_autocast_keeps_bf16_copies_of_what_it_multiplies():
+    blocks = (QUANTISED[0], *(replace(b, kept=2_000) for b in QUANTISED[1:3]), QUANTISED[3])
+    mixed = replace(JOB, precision="bf16-mixed")
+
+    def copies(**changes):
+        return memory(blocks, ARCHITECTURE, replace(mixed, **changes), "zero2").fake_quant
+
+    assert copies() == 2 * 2 * (38_000 + 2_000)
+    assert copies(recompute=True) == 2 * 2 * 2_000
+    assert copies(cached=True, recompute=True) == copies() + 4 * 76_000
+
+
 def test_arithmetic_of_a_precision():
     for precision, weight_bytes, arithmetic, parameter in (
         ("32-true", 4, "full", 4), ("32-true", 2, "bf16", 2), ("bf16-mixed", 4, "mixed", 4),
