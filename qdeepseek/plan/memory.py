@@ -26,13 +26,15 @@ from typing import Any, Literal
 from qdeepseek.plan.activations import KINDS, Arithmetic, saved
 from qdeepseek.plan.architecture import Architecture
 from qdeepseek.plan.blocks import Block, total
+from qdeepseek.quant.grid import PIECE
 
 Stage = Literal["ddp", "zero1", "zero2", "zero3", "zero3_offload"]
 STAGES: tuple[Stage, ...] = ("ddp", "zero1", "zero2", "zero3", "zero3_offload")
 FUSED_LAYER = ("zero3", "zero3_offload")
 LOGIT_BYTES, TEACHER_LOGIT_BYTES = 12, 24  # fp32 tensors of one chunk alive at once: 3, with a teacher 6
-# bytes an element beside w and what autograd keeps; `mixed`: an fp32 w_hat, of which its bf16 cast is kept
-FORWARD_TEMPORARY: dict[Arithmetic, int] = {"bf16": 4, "full": 2, "mixed": 4}
+# bytes an element of one piece of a weight (quant/grid.py), beside w and w_hat
+FORWARD_TEMPORARY = {2: 4, 4: 2}  # by bytes of a weight
+PIECE_TEMPORARY = 6  # the same of a weight of several pieces: its levels are not made in place of w_hat
 BACKWARD_TEMPORARY = 12  # three fp32 tensors: w / s, its rounding, its clamped rounding
 
 
@@ -183,16 +185,22 @@ def _backward(blocks: Sequence[Block], a: Architecture, job: Job, stage: Stage, 
         later = p * sum(b.parameters for b in blocks[index:])
     again = _saved(block, a, job) if job.checkpointing else 0
     copies = _copies(block, job) if job.checkpointing else 0
-    temporary = (BACKWARD_TEMPORARY if block.learned else 0) * block.learned
+    temporary: float = BACKWARD_TEMPORARY * min(block.learned, PIECE)
     if _whole_gradients(job, stage):
         temporary += p * block.largest_parameter
     rebuilt = KINDS[job.arithmetic].compute * block.largest if _rebuilds(job) else 0
-    temporary = max(temporary, FORWARD_TEMPORARY[job.arithmetic] * block.largest) + rebuilt
+    temporary = max(temporary, _forward_temporary(block, job)) + rebuilt
     flowing = _flowing(block, a, job)
     return replace(
         held, gradients=later, activations=held.activations + flowing + again, fake_quant=held.fake_quant + copies,
         temporary=temporary, moment=f"backward of {block.name}",
     )  # fmt: skip
+
+
+def _forward_temporary(block: Block, job: Job) -> float:
+    """Of fake-quant, and under autocast the fp32 w_hat of which autograd keeps a bf16 cast."""
+    cut = PIECE_TEMPORARY * PIECE if block.largest > PIECE else FORWARD_TEMPORARY[job.parameter_bytes] * block.largest
+    return max(cut, 4 * block.largest) if job.arithmetic == "mixed" else cut
 
 
 def _held(blocks: Sequence[Block], a: Architecture, job: Job, count: int) -> Memory:

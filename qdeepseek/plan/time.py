@@ -24,7 +24,7 @@ from qdeepseek.plan.hardware import Hardware
 from qdeepseek.plan.memory import FUSED_LAYER, Job, Stage
 
 # passes over a weight in grid.fake_quantize: divide, round, clamp, multiply, round to the served dtype, each 4 bytes in
-# and 4 out; in lsq.scale_gradient: divide, clamp, round, clamp, compare, multiply, subtract, multiply, sum
+# and 4 out; in lsq.gradients: divide, clamp, round, clamp, compare, multiply, subtract, multiply, sum
 FORWARD_PASSES, BACKWARD_PASSES, PASS_BYTES = 5, 9, 8
 
 
