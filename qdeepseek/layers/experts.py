@@ -10,6 +10,10 @@ Gradients inside are reached by taps (`tap_experts`): functions of what gate_up_
 gets, with the expert of every row, since grouped_mm sorts rows by expert, batched_mm keeps them by token, and the loop
 has one expert at a time.
 
+Under autocast weights are cast for the product, quantised or not (autocast.py). Tokens stay as they come until
+transformers casts the gathered rows to the weights' dtype, so that their gradients add up over the top-k experts in
+fp32, and the output has the dtype of the tokens: both as autocast leaves it in the loop of F.linear.
+
 surgery passes the stock functions in and registers the results in ALL_EXPERTS_FUNCTIONS; this file knows no
 transformers.  A module without quantisers behaves as stock.
 """
@@ -23,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qdeepseek.layers.activation_quantizer import ActivationQuantizer
+from qdeepseek.layers.autocast import as_autocast
 from qdeepseek.layers.rematerialise import rematerialise
 from qdeepseek.layers.weight_quantizer import WeightQuantizer
 
@@ -85,6 +90,17 @@ def tap_experts(experts: nn.Module, gate_up: Tap | None = None, down_input: Tap 
     experts.__dict__["taps"] = (gate_up, down_input)
 
 
+class _AutocastView:
+    """An experts module without quantisers, its weights and biases as a product under autocast takes them."""
+
+    def __init__(self, experts: nn.Module) -> None:
+        self._experts = experts
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._experts, name)
+        return as_autocast(value) if isinstance(value, Tensor) else value
+
+
 class _QuantizedView:
     """The experts module as a stock function should see it; everything not named here is the module's own."""
 
@@ -93,8 +109,8 @@ class _QuantizedView:
         self._gate_up_tap, self._down_input_tap = experts.__dict__.get("taps", (None, None))
         self.row_expert_S: Tensor | None = None  # for the taps
         gate_up, down = experts.gate_up_proj, experts.down_proj
-        self.gate_up_proj: Tensor = experts.gate_up_proj_quantizer(gate_up)
-        self.down_proj: Tensor = experts.down_proj_quantizer(down)
+        self.gate_up_proj = as_autocast(experts.gate_up_proj_quantizer(gate_up))
+        self.down_proj = as_autocast(experts.down_proj_quantizer(down))
         self.triples = (
             (experts.gate_up_proj_quantizer, gate_up, self.gate_up_proj),
             (experts.down_proj_quantizer, down, self.down_proj),
@@ -130,7 +146,7 @@ def quant_experts_forward(
 
     def forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         if not has_expert_quantizers(self):
-            return stock(self, hidden_states, top_k_index, top_k_weights)
+            return stock(_AutocastView(self), hidden_states, top_k_index, top_k_weights)
         view = _QuantizedView(self)
         if "taps" in self.__dict__:
             if row_order is None:

@@ -4,6 +4,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qdeepseek.layers.activation_quantizer import ActivationQuantizer
+from qdeepseek.layers.autocast import as_autocast
 from qdeepseek.layers.rematerialise import rematerialise
 from qdeepseek.layers.weight_quantizer import WeightQuantizer
 
@@ -53,5 +54,6 @@ class QuantLinear(nn.Linear):
         w_hat = self.weight_quantizer(w)
         if not self.weight_quantizer.recompute:
             return F.linear(input, w_hat, self.bias)
+        w_hat = as_autocast(w_hat)  # here, where the cast's storage is known, else autograd would keep it
         with rematerialise((self.weight_quantizer, w, w_hat)):
             return F.linear(input, w_hat, self.bias)

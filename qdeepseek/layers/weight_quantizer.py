@@ -30,7 +30,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from qdeepseek.layers.level import Levelled, scheme_at
 from qdeepseek.quant import QuantScheme, RangeMethod, fake_quantize_weight, find_range, grid
 from qdeepseek.quant.fake_quantize import fake_quantize_served, straight_through
-from qdeepseek.quant.lsq import scale_gradient
+from qdeepseek.quant.lsq import gradients
 from qdeepseek.quant.ranges import clip_ratio
 
 MINMAX = RangeMethod()
@@ -225,7 +225,7 @@ class WeightQuantizer(Levelled):
         if self.level != "target":
             self.scale.grad = torch.zeros_like(self.scale)
             return
-        self.scale.grad = scale_gradient(w, self.scale, self.zero, self.scheme, w.grad)[0]
+        self.scale.grad, _ = gradients(w, self.scale, self.zero, self.scheme, w.grad)
 
     def clear_cache(self) -> None:
         """Forget the cached w_hat. Needed after a write through `weight.data` outside of an optimiser step."""

@@ -8,9 +8,9 @@
     routed experts   top_k rows of: the input H, [gate; up] 2 I, silu 1 I, product 1 I, the output H
 
 Three kinds of arithmetic: `full` (everything in the weights' fp32), `bf16` (everything in bf16; norms and routers
-compute in fp32 and keep an fp32 copy of their input), `mixed` (autocast: the residual stream, norms and routed experts
-in fp32, since grouped_mm is not an autocast operation; every linear layer keeps its own bf16 copy of its input). The
-first two are compared with autograd in a test; autocast on a GPU is not.
+compute in fp32 and keep an fp32 copy of their input), `mixed` (autocast: the residual stream and norms in fp32; every
+linear layer keeps its own bf16 copy of its input, routed experts too, see layers/autocast.py). The first two are
+compared with autograd in a test; autocast on a GPU is not.
 """
 
 from dataclasses import dataclass
@@ -28,14 +28,13 @@ class Bytes:
     compute: int  # outputs of linear layers
     stream: int  # residual stream between layers
     normalised: int  # what a norm keeps beside its fp32 input
-    experts: int  # routed experts
     copies: bool  # every linear layer keeps a copy of its input
 
 
 KINDS = {
-    "full": Bytes(4, 4, 4, 4, False),
-    "bf16": Bytes(2, 2, 2, 2, False),
-    "mixed": Bytes(2, 4, 4, 4, True),
+    "full": Bytes(4, 4, 4, False),
+    "bf16": Bytes(2, 2, 2, False),
+    "mixed": Bytes(2, 4, 4, True),
 }
 
 
@@ -75,8 +74,7 @@ def _projections(a: Architecture, b: Bytes) -> float:
 
 
 def _moe(a: Architecture, b: Bytes) -> float:
-    e = b.experts
     router = (a.hidden * 4 if b.compute == 2 and not b.copies else 0) + a.experts * 4 + 8 * a.top_k
-    routed = a.top_k * ((2 * a.hidden + 4 * a.expert) * e + 3 * 8 + 4)
+    routed = a.top_k * ((2 * a.hidden + 4 * a.expert) * b.compute + 3 * 8 + 4)
     shared = (_inputs(a.hidden, 2, b) if a.shared else _inputs(a.hidden, 1, b)) + 4 * a.shared * b.compute
     return _norm(a.hidden, b) + router + routed + shared

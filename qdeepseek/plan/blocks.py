@@ -20,11 +20,11 @@ class Block:
 
     parameters  all but learned scales; fp32: those of them that stay in fp32 (routers)
     routed      those of routed experts
-    quantised   those that are fake-quantised, quantised_experts: of them fused experts
+    quantised   those that are fake-quantised
     largest     the largest fake-quantised tensor: fake-quant works on one at a time
     learned     the same of those with learned scales, which need more in the backward
     scales      learned scales
-    kept        weights of linear layers that are not quantised: autocast makes copies of them
+    kept        weights of linear layers and fused experts that are not quantised: autocast makes copies of them
     """
 
     name: str
@@ -32,7 +32,6 @@ class Block:
     fp32: int = 0
     routed: int = 0
     quantised: int = 0
-    quantised_experts: int = 0
     largest: int = 0
     learned: int = 0
     scales: int = 0
@@ -65,13 +64,19 @@ def _block(name: str, tensors: list[PlannedTensor]) -> Block:
         fp32=sum(t.numel for t in tensors if t.part == "router"),
         routed=sum(t.numel for t in routed),
         quantised=sum(t.numel for t in quantised),
-        quantised_experts=sum(t.numel for t in routed if t.scheme is not None),
         largest=max((t.numel for t in quantised), default=0),
         learned=max((t.numel for t in learned), default=0),
         scales=sum(_scales(t) for t in learned),
-        kept=sum(t.numel for t in tensors if t.scheme is None and t.module_class == "Linear" and len(t.shape) == 2),
+        kept=sum(t.numel for t in tensors if t.scheme is None and _is_multiplied(t)),
         largest_parameter=max((t.numel for t in tensors), default=0),
     )
+
+
+def _is_multiplied(tensor: PlannedTensor) -> bool:
+    """Whether it is the weight of a linear layer or of fused experts."""
+    if len(tensor.shape) == 3:
+        return tensor.part == "routed_experts"
+    return tensor.module_class == "Linear" and len(tensor.shape) == 2
 
 
 def _scales(tensor: PlannedTensor) -> int:

@@ -26,12 +26,15 @@ from typing import Any, Literal
 from qdeepseek.plan.activations import KINDS, Arithmetic, saved
 from qdeepseek.plan.architecture import Architecture
 from qdeepseek.plan.blocks import Block, total
+from qdeepseek.quant.grid import PIECE
 
 Stage = Literal["ddp", "zero1", "zero2", "zero3", "zero3_offload"]
 STAGES: tuple[Stage, ...] = ("ddp", "zero1", "zero2", "zero3", "zero3_offload")
 FUSED_LAYER = ("zero3", "zero3_offload")
 LOGIT_BYTES, TEACHER_LOGIT_BYTES = 12, 24  # fp32 tensors of one chunk alive at once: 3, with a teacher 6
-FORWARD_TEMPORARY = {2: 4, 4: 2}  # bytes an element beside w and w_hat, by bytes of a weight
+# bytes an element of one piece of a weight (quant/grid.py), beside w and w_hat
+FORWARD_TEMPORARY = {2: 4, 4: 2}  # by bytes of a weight
+PIECE_TEMPORARY = 6  # the same of a weight of several pieces: its levels are not made in place of w_hat
 BACKWARD_TEMPORARY = 12  # three fp32 tensors: w / s, its rounding, its clamped rounding
 
 
@@ -182,15 +185,22 @@ def _backward(blocks: Sequence[Block], a: Architecture, job: Job, stage: Stage, 
         later = p * sum(b.parameters for b in blocks[index:])
     again = _saved(block, a, job) if job.checkpointing else 0
     copies = _copies(block, job) if job.checkpointing else 0
-    temporary = (BACKWARD_TEMPORARY if block.learned else 0) * block.learned
+    temporary: float = BACKWARD_TEMPORARY * min(block.learned, PIECE)
     if _whole_gradients(job, stage):
         temporary += p * block.largest_parameter
-    rebuilt = p * block.largest if job.recompute and not (job.cached or job.checkpointing) else 0
+    rebuilt = KINDS[job.arithmetic].compute * block.largest if _rebuilds(job) else 0
+    temporary = max(temporary, _forward_temporary(block, job)) + rebuilt
     flowing = _flowing(block, a, job)
     return replace(
         held, gradients=later, activations=held.activations + flowing + again, fake_quant=held.fake_quant + copies,
-        temporary=max(temporary, FORWARD_TEMPORARY[p] * block.largest) + rebuilt, moment=f"backward of {block.name}",
+        temporary=temporary, moment=f"backward of {block.name}",
     )  # fmt: skip
+
+
+def _forward_temporary(block: Block, job: Job) -> float:
+    """Of fake-quant, and under autocast the fp32 w_hat of which autograd keeps a bf16 cast."""
+    cut = PIECE_TEMPORARY * PIECE if block.largest > PIECE else FORWARD_TEMPORARY[job.parameter_bytes] * block.largest
+    return max(cut, 4 * block.largest) if job.arithmetic == "mixed" else cut
 
 
 def _held(blocks: Sequence[Block], a: Architecture, job: Job, count: int) -> Memory:
@@ -216,15 +226,18 @@ def _saved(block: Block, a: Architecture, job: Job) -> float:
 
 
 def _copies(block: Block, job: Job) -> float:
-    """Fake-quantised weights that autograd keeps for the backward, and autocast's bf16 copies of kept ones.
+    """Fake-quantised weights that autograd keeps for the backward; under autocast bf16 copies of all weights.
 
     method.recompute keeps none, except in a block that gradient checkpointing computes again.
     """
-    arithmetic, p = job.arithmetic, job.parameter_bytes
-    dense, none = block.quantised - block.quantised_experts, job.cached or (job.recompute and not job.checkpointing)
-    if arithmetic == "mixed":
-        return 2 * (dense + block.kept) + (0 if none else p * block.quantised_experts)
-    return 0 if none else p * block.quantised
+    if job.arithmetic == "mixed":
+        return 2 * (block.kept + (0 if _rebuilds(job) else block.quantised))
+    return 0 if job.cached or _rebuilds(job) else job.parameter_bytes * block.quantised
+
+
+def _rebuilds(job: Job) -> bool:
+    """Whether the backward computes w_hat again, one weight at a time."""
+    return job.recompute and not (job.cached or job.checkpointing)
 
 
 def _flowing(block: Block, a: Architecture, job: Job) -> float:

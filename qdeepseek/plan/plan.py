@@ -177,11 +177,6 @@ def _notes(job: Job, a: Architecture, groups: Mapping[str, Any]) -> list[str]:
     notes = []
     if groups.get("lora"):
         notes.append("method.lora is on, which the plan does not model: memory is that of full QAT, an upper bound")
-    if job.arithmetic == "mixed" and "moe" in a.kinds:
-        notes.append(
-            "with bf16-mixed routed experts compute in fp32 (grouped_mm is no autocast operation); "
-            "model.dtype=bfloat16 computes them in bf16, and trains bf16 weights"
-        )
     if job.precision == "bf16-true":
         notes.append("trainer.precision=bf16-true is refused by strategy=zero1, zero2, zero3 and zero3_offload")
     return notes

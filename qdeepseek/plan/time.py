@@ -24,7 +24,7 @@ from qdeepseek.plan.hardware import Hardware
 from qdeepseek.plan.memory import FUSED_LAYER, Job, Stage
 
 # passes over a weight in grid.fake_quantize: divide, round, clamp, multiply, round to the served dtype, each 4 bytes in
-# and 4 out; in lsq.scale_gradient: divide, clamp, round, clamp, compare, multiply, subtract, multiply, sum
+# and 4 out; in lsq.gradients: divide, clamp, round, clamp, compare, multiply, subtract, multiply, sum
 FORWARD_PASSES, BACKWARD_PASSES, PASS_BYTES = 5, 9, 8
 
 
@@ -75,21 +75,16 @@ def active_parameters(blocks: Sequence[Block], a: Architecture) -> float:
     return rest + (total(blocks, "routed") * a.top_k / a.experts if a.experts else 0)
 
 
-def operations(blocks: Sequence[Block], a: Architecture, job: Job) -> tuple[float, float]:
-    """Operations of one micro-batch on one rank: (all but routed experts, routed experts)."""
+def operations(blocks: Sequence[Block], a: Architecture, job: Job) -> float:
+    """Operations of one micro-batch on one rank."""
     passes = 3 + (1 if job.checkpointing else 0) + (1 if job.teacher else 0)
-    routed = total(blocks, "routed") * a.top_k / a.experts if a.experts else 0.0
-    matrices = active_parameters(blocks, a) - routed
     attention = len(a.kinds) * a.heads * (a.query + a.value) * job.length / 2
-    return 2 * job.tokens * passes * (matrices + attention), 2 * job.tokens * passes * routed
+    return 2 * job.tokens * passes * (active_parameters(blocks, a) + attention)
 
 
 def _matrix_seconds(blocks: Sequence[Block], a: Architecture, job: Job, hardware: Hardware) -> float:
-    arithmetic = job.arithmetic
-    dense, routed = operations(blocks, a, job)
-    slow = hardware.fp32_flops * hardware.mfu
-    fast = slow if arithmetic == "full" else hardware.flops * hardware.mfu
-    return job.accumulate * (dense / fast + routed / (slow if arithmetic == "mixed" else fast))
+    rate = hardware.fp32_flops if job.arithmetic == "full" else hardware.flops
+    return job.accumulate * operations(blocks, a, job) / (rate * hardware.mfu)
 
 
 def fake_quant_bytes(blocks: Sequence[Block], job: Job) -> float:

@@ -8,15 +8,21 @@ gets the same bits.  `fake_quantize` is quantize followed by dequantize without 
 
 Elements that share a scale are the last dimension of `w.reshape(*scale.shape, -1)`, for every granularity.
 Shapes: w (O, I) or (E, O, I); scale, zero (.., O, G).
+
+Fused experts are one tensor of up to 10^10 elements. Fake-quant and its gradients go over a weight of more than PIECE
+elements in pieces of whole groups, S of them in a flat row, so that temporaries are of the size of a piece.
 """
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from qdeepseek.quant.scheme import QuantScheme
+
+PIECE = 2**24  # 64 MiB in fp32: a GPU takes longer for one pass over it than for a kernel's launch
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -70,6 +76,22 @@ def blocked(w: Tensor, scale: Tensor, zero: Tensor | None) -> tuple[Tensor, Tens
     return w.reshape(*scale.shape, -1), scale.unsqueeze(-1), None if zero is None else zero.unsqueeze(-1)
 
 
+def pieces(scale: Tensor, numel: int) -> Iterator[slice]:
+    """Ranges of the flattened scale whose groups, of a weight of `numel` elements, make at most PIECE, or one group."""
+    groups = scale.numel()
+    step = max(1, PIECE * groups // max(1, numel))
+    return (slice(start, start + step) for start in range(0, groups, step))
+
+
+def flat(w: Tensor, scale: Tensor, zero: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """w (S, n), scale and zero (S, 1): `blocked` with the groups in one row, to be cut by `pieces`."""
+    return w.reshape(scale.numel(), -1), scale.reshape(-1, 1), None if zero is None else zero.reshape(-1, 1)
+
+
+def cut(tensor: Tensor | None, piece: slice) -> Tensor | None:
+    return None if tensor is None else tensor[piece]
+
+
 def to_levels(blocks: Tensor, scale: Tensor, zero: Tensor | None, scheme: QuantScheme) -> Tensor:
     """codes - zero as new floats, like blocks; scale, in the compute dtype, and zero broadcast."""
     return torch.div(blocks, scale).round_().clamp_(*bounds(zero, scheme, scale.dtype))
@@ -111,5 +133,12 @@ def fake_quantize(w: Tensor, scale: Tensor, zero: Tensor | None, scheme: QuantSc
 
     For the forward of an autograd.Function and other places without gradients.
     """
-    blocks, scale, zero = blocked(w, scale, zero)
-    return from_levels(to_levels(blocks, scale, zero, scheme), scale, scheme, w.dtype).view(w.shape)
+    if w.numel() <= PIECE:
+        blocks, scale, zero = blocked(w, scale, zero)
+        return from_levels(to_levels(blocks, scale, zero, scheme), scale, scheme, w.dtype).view(w.shape)
+    w_hat = torch.empty(w.shape, dtype=w.dtype, device=w.device)
+    blocks_SN, scale_S1, zero_S1 = flat(w, scale, zero)
+    for piece in pieces(scale, w.numel()):
+        levels = to_levels(blocks_SN[piece], scale_S1[piece], cut(zero_S1, piece), scheme)
+        w_hat.view(blocks_SN.shape)[piece] = from_levels(levels, scale_S1[piece], scheme, w.dtype)
+    return w_hat

@@ -19,18 +19,40 @@ from qdeepseek.quant.scheme import QuantScheme
 from qdeepseek.quant.ste import steps
 
 
-def scale_gradient(
-    w: Tensor, raw_scale: Tensor, zero: Tensor | None, scheme: QuantScheme, grad: Tensor
-) -> tuple[Tensor, Tensor]:
-    """dL/ds (.., O, G) and [r = c] as 0 or 1 (blocks of w), from w and dL/dw_hat `grad` (.., O, I)."""
-    blocks, scale, zero = grid.blocked(w, grid.round_scale(raw_scale, scheme, w.dtype), zero)
+def gradients(
+    w: Tensor, raw_scale: Tensor, zero: Tensor | None, scheme: QuantScheme, grad: Tensor, clipped: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """dL/ds (.., O, G), and dL/dw (.., O, I) if `clipped`, from w and dL/dw_hat `grad` (.., O, I)."""
+    scale = grid.round_scale(raw_scale, scheme, w.dtype)
+    if w.numel() <= grid.PIECE:
+        blocks, scale, zero = grid.blocked(w, scale, zero)
+        grad_scale, grad_w = _of_piece(blocks, scale, zero, scheme, grad.reshape(blocks.shape), clipped)
+        return grad_scale.to(raw_scale.dtype), None if grad_w is None else grad_w.view(w.shape)
+    blocks_SN, scale_S1, zero_S1 = grid.flat(w, scale, zero)
+    grad_SN = grad.reshape(blocks_SN.shape)
+    total = torch.empty(raw_scale.shape, dtype=raw_scale.dtype, device=w.device)
+    masked = torch.empty(w.shape, dtype=w.dtype, device=w.device) if clipped else None
+    for piece in grid.pieces(scale, w.numel()):
+        own = blocks_SN[piece], scale_S1[piece], grid.cut(zero_S1, piece)
+        step, grad_w = _of_piece(*own, scheme, grad_SN[piece], clipped)
+        total.view(-1)[piece] = step
+        if masked is not None and grad_w is not None:
+            masked.view(blocks_SN.shape)[piece] = grad_w
+    return total, masked
+
+
+def _of_piece(
+    blocks: Tensor, scale: Tensor, zero: Tensor | None, scheme: QuantScheme, grad: Tensor, clipped: bool
+) -> tuple[Tensor, Tensor | None]:
+    """`gradients` of weights (.., n) in groups, the scale's in its compute dtype."""
     lo, hi = grid.bounds(zero, scheme, scale.dtype)
     v = steps(blocks, scale, lo, hi)
     rounded = v.round()
     levels = rounded.clamp(lo, hi)
     mask = rounded.eq_(levels)  # 1.0 where nothing was clamped, else 0.0
-    step = levels.sub_(v.mul_(mask)).mul_(grad.reshape(v.shape)).sum(-1)
-    return step.mul_(1 / math.sqrt(v.shape[-1] * scheme.qmax)).to(raw_scale.dtype), mask
+    step = levels.sub_(v.mul_(mask)).mul_(grad).sum(-1)
+    step.mul_(1 / math.sqrt(v.shape[-1] * scheme.qmax))
+    return step, mask.mul_(grad).to(blocks.dtype) if clipped else None
 
 
 class FakeQuantizeLSQ(torch.autograd.Function):
@@ -54,8 +76,7 @@ class FakeQuantizeLSQ(torch.autograd.Function):
         need_w, need_scale = ctx.needs_input_grad[:2]
         if not need_scale and not ctx.clipped:
             return grad, None, None, None, None, None
-        grad_scale, mask = scale_gradient(w, raw_scale, zero, scheme, grad)
-        grad_w = None
-        if need_w:
-            grad_w = mask.view(w.shape).mul_(grad).to(w.dtype) if ctx.clipped else grad
-        return grad_w, grad_scale if need_scale else None, None, None, None, None
+        grad_scale, grad_w = gradients(w, raw_scale, zero, scheme, grad, ctx.clipped)
+        if not ctx.clipped:
+            grad_w = grad
+        return grad_w if need_w else None, grad_scale if need_scale else None, None, None, None, None

@@ -48,8 +48,12 @@ class FakeQuantizeClipped(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         w, scale, zero = ctx.saved_tensors
-        blocks, scale, zero = grid.blocked(w, scale, zero)
-        lo, hi = grid.bounds(zero, ctx.scheme, scale.dtype)
-        rounded = steps(blocks, scale, lo, hi).round_()
-        mask = rounded.eq_(rounded.clamp(lo, hi)).view(w.shape)  # 1.0 or 0.0: multiplies faster than a bool
-        return mask.mul_(grads[0]).to(w.dtype), None, None, None, None
+        grad_w = torch.empty(w.shape, dtype=w.dtype, device=w.device)
+        blocks_SN, scale_S1, zero_S1 = grid.flat(w, scale, zero)
+        grad_SN = grads[0].reshape(blocks_SN.shape)
+        for piece in grid.pieces(scale, w.numel()):
+            lo, hi = grid.bounds(grid.cut(zero_S1, piece), ctx.scheme, scale.dtype)
+            rounded = steps(blocks_SN[piece], scale_S1[piece], lo, hi).round_()
+            mask = rounded.eq_(rounded.clamp(lo, hi))  # 1.0 or 0.0: multiplies faster than a bool
+            grad_w.view(blocks_SN.shape)[piece] = mask.mul_(grad_SN[piece])
+        return grad_w, None, None, None, None

@@ -6,6 +6,7 @@ from qdeepseek.surgery.fp8 import dequantize_fp8, load_causal_lm
 from qdeepseek.surgery.plan import plan
 from qdeepseek.surgery.prepare import (
     QuantizedTensor,
+    autocast_experts,
     initialize_quantizers,
     prepare,
     quantized_tensors,
@@ -17,6 +18,7 @@ from qdeepseek.surgery.recipe import Recipe, Rule, TensorScheme
 
 __all__ = [
     "Coverage", "CoverageError", "CoverageRow", "PlannedTensor", "QuantizedTensor", "Recipe", "Rule", "TensorScheme",
-    "dequantize_fp8", "initialize_quantizers", "is_fused_experts", "is_mtp_parameter", "load_causal_lm", "part_of",
-    "plan", "prepare", "quantized_tensors", "register_experts_implementations", "restore", "untie",
+    "autocast_experts", "dequantize_fp8", "initialize_quantizers", "is_fused_experts", "is_mtp_parameter",
+    "load_causal_lm", "part_of", "plan", "prepare", "quantized_tensors", "register_experts_implementations", "restore",
+    "untie",
 ]  # fmt: skip

@@ -186,6 +186,19 @@ def _select_experts_implementation(model: nn.Module, name: str) -> None:
         module.config._experts_implementation = name  # type: ignore[union-attr]
 
 
+def autocast_experts(model: nn.Module) -> None:
+    """Let fused experts of an unquantised model obey autocast, which transformers' own functions do not; without
+    autocast they compute the same bits. `config.json` does not hold the choice."""
+    register_experts_implementations()
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        if is_fused_experts(module) and getattr(config, "_experts_implementation", None) in (
+            "grouped_mm",
+            "batched_mm",
+        ):
+            config._experts_implementation = f"qdeepseek_{config._experts_implementation}"
+
+
 def register_experts_implementations() -> None:
     """Adds the `qdeepseek_*` names to transformers' experts interface; harmless when repeated."""
     from transformers.integrations import moe

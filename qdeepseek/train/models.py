@@ -16,7 +16,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from qdeepseek.surgery import load_causal_lm
+from qdeepseek.surgery import autocast_experts, load_causal_lm
 from qdeepseek.train.config import ConfigError
 from qdeepseek.train.tokenizer import pretrained_byte_tokenizer
 
@@ -67,6 +67,7 @@ def load_model(config: ModelConfig) -> PreTrainedModel:
         )
     else:
         model = _from_pretrained(config)
+    autocast_experts(model)
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model.eval()

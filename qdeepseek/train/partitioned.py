@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfi
 from qdeepseek.export import names
 from qdeepseek.export.sources import STATE, FolderSource, slice_quantizer
 from qdeepseek.layers import WeightQuantizer
-from qdeepseek.surgery import QuantizedTensor, Recipe, is_fused_experts, prepare, quantized_tensors
+from qdeepseek.surgery import QuantizedTensor, Recipe, autocast_experts, is_fused_experts, prepare, quantized_tensors
 from qdeepseek.surgery.fp8 import check_trainable
 from qdeepseek.train.config import ConfigError
 from qdeepseek.train.models import DTYPES, ModelConfig, checkpoint_folder, read_config
@@ -70,6 +70,7 @@ def skeleton(config: ModelConfig) -> PreTrainedModel:
     if hasattr(settings, "quantization_config"):
         del settings.quantization_config
     model = empty_model(settings, DTYPES[config.dtype], config.attention)
+    autocast_experts(model)
     if model.can_generate() and (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     return model

@@ -9,6 +9,7 @@ from qdeepseek.plan.activations import saved
 from qdeepseek.plan.architecture import Architecture
 from qdeepseek.plan.blocks import Block
 from qdeepseek.plan.memory import STAGES, Job, memory
+from qdeepseek.quant.grid import PIECE
 
 ARCHITECTURE = Architecture(
     hidden=64, vocab=100, heads=4, kv_heads=4, query=16, value=16, mla=False, q_rank=0, kv_rank=0, rope=0,
@@ -79,6 +80,31 @@ def test_fp32_weights_are_their_own_master_at_stage_3():
     assert memory(PLAIN, ARCHITECTURE, full, "zero3").optimizer == 12 * P / 8
     assert memory(PLAIN, ARCHITECTURE, full, "zero2").optimizer == 16 * P / 8
     assert memory(PLAIN, ARCHITECTURE, full, "zero3").weights == 4 * P / 8
+
+
+def test_autocast_keeps_bf16_copies_of_what_it_multiplies():
+    blocks = (QUANTISED[0], *(replace(b, kept=2_000) for b in QUANTISED[1:3]), QUANTISED[3])
+    mixed = replace(JOB, precision="bf16-mixed")
+
+    def copies(**changes):
+        return memory(blocks, ARCHITECTURE, replace(mixed, **changes), "zero2").fake_quant
+
+    assert copies() == 2 * 2 * (38_000 + 2_000)
+    assert copies(recompute=True) == 2 * 2 * 2_000
+    assert copies(cached=True, recompute=True) == copies() + 4 * 76_000
+
+
+def test_fake_quant_of_a_large_weight_takes_pieces_of_it():
+    def temporary(job, **changes):
+        blocks = (QUANTISED[0], *(replace(b, **changes) for b in QUANTISED[1:3]), QUANTISED[3])
+        return memory(blocks, ARCHITECTURE, job, "zero2").temporary
+
+    job = replace(JOB, precision="32-true")
+    large = {"largest": 10 * PIECE, "learned": 10 * PIECE}
+    assert temporary(job, **large) == 12 * PIECE
+    assert temporary(job, largest=10 * PIECE, learned=0) == 6 * PIECE
+    assert temporary(job, largest=PIECE, learned=0) == 2 * PIECE
+    assert temporary(replace(job, precision="bf16-mixed"), **large) == 4 * 10 * PIECE  # w_hat in fp32 before its cast
 
 
 def test_arithmetic_of_a_precision():

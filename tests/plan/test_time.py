@@ -16,16 +16,16 @@ JOB = Job(gpus=8, length=32, precision="bf16-true", teacher=False, checkpointing
 def test_operations_of_a_dense_model():
     assert active_parameters(PLAIN, ARCHITECTURE) == P - 6_400
     attention = 2 * 4 * 32 * 32 / 2  # layers · heads · (d_qk + d_v) · L / 2
-    assert operations(PLAIN, ARCHITECTURE, JOB) == (6 * 32 * (86_464 + attention), 0)
+    assert operations(PLAIN, ARCHITECTURE, JOB) == 6 * 32 * (86_464 + attention)
     more = replace(JOB, checkpointing=True, teacher=True)
-    assert operations(PLAIN, ARCHITECTURE, more)[0] == pytest.approx(10 / 6 * operations(PLAIN, ARCHITECTURE, JOB)[0])
+    assert operations(PLAIN, ARCHITECTURE, more) == pytest.approx(10 / 6 * operations(PLAIN, ARCHITECTURE, JOB))
 
 
 def test_a_token_meets_its_experts_alone():
     moe = replace(ARCHITECTURE, experts=8, top_k=2)
     blocks = (PLAIN[0], replace(PLAIN[1], routed=32_000), *PLAIN[2:])
     assert active_parameters(blocks, moe) == P - 6_400 - 24_000
-    assert operations(blocks, moe, JOB)[1] == 6 * 32 * 8_000
+    assert operations(PLAIN, moe, JOB) - operations(blocks, moe, JOB) == 6 * 32 * 24_000
 
 
 def test_passes_of_fake_quant():
@@ -70,7 +70,12 @@ def test_the_sum_and_the_maximum():
         assert found.overlapped == max(found.computing, found.communication)
         assert found.serial == pytest.approx(found.matrices + found.fake_quant + found.host + found.communication)
         assert (found.host > 0) is (stage == "zero3_offload")
-    assert found.matrices == pytest.approx(operations(QUANTISED, ARCHITECTURE, JOB)[0] / 0.5e12)
+    assert found.matrices == pytest.approx(operations(QUANTISED, ARCHITECTURE, JOB) / 0.5e12)
+    mixed, full = (
+        step_time(QUANTISED, ARCHITECTURE, replace(JOB, precision=precision), HARDWARE, "ddp").matrices
+        for precision in ("bf16-mixed", "32-true")
+    )
+    assert mixed == found.matrices and full == pytest.approx(10 * mixed)
 
 
 def test_hardware_refuses_what_cannot_be():

@@ -9,7 +9,16 @@ from torch import nn
 
 from qdeepseek.layers import QuantEmbedding, QuantLinear, has_expert_quantizers
 from qdeepseek.quant import QuantScheme, RangeMethod, dequantize
-from qdeepseek.surgery import CoverageError, Recipe, Rule, TensorScheme, prepare, quantized_tensors, restore
+from qdeepseek.surgery import (
+    CoverageError,
+    Recipe,
+    Rule,
+    TensorScheme,
+    autocast_experts,
+    prepare,
+    quantized_tensors,
+    restore,
+)
 
 FAMILIES = ["mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v4"]
 TOKENS = torch.randint(0, 96, (2, 12), generator=torch.Generator().manual_seed(1))
@@ -105,6 +114,29 @@ def test_restore_gives_back_stock_classes_and_the_experts_implementation(tiny_mo
     assert tiny_model.config._experts_implementation == implementation
     assert next(quantized_tensors(tiny_model), None) is None
     prepare(tiny_model, load_recipe("w4a16_g32"))  # and again
+
+
+def test_unquantised_experts_obey_autocast_and_change_no_bit_without(tiny_model, tmp_path):
+    before = logits(tiny_model)
+    autocast_experts(tiny_model)
+    assert tiny_model.config._experts_implementation == "qdeepseek_grouped_mm"
+    assert torch.equal(logits(tiny_model), before)
+    weights = {tuple(p.shape) for n, p in tiny_model.named_parameters() if ".experts." in n}
+    kept = []
+
+    def pack(tensor):
+        if tensor.ndim == 3 and {tuple(tensor.shape), tuple(tensor.mT.shape)} & weights:
+            kept.append(tensor.dtype)
+        return tensor
+
+    with torch.autocast("cpu", torch.bfloat16), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        tiny_model(TOKENS, use_cache=False)
+    assert kept and set(kept) == {torch.bfloat16}
+    tiny_model.save_pretrained(tmp_path)
+    assert "qdeepseek" not in (tmp_path / "config.json").read_text()
+    prepare(tiny_model, load_recipe("w4a8"))
+    restore(tiny_model)
+    assert torch.equal(logits(tiny_model), before)
 
 
 def test_prepare_changes_nothing_when_it_refuses(tiny_model):
