@@ -11,18 +11,14 @@ from omegaconf import OmegaConf
 
 from qdeepseek.train import slurm
 from tests.slurm.conftest import NODE, ROOT, STEPS, STRATEGIES, WANDB
-from tests.train.test_main_job import wandb_records
+from tests.train.wandb_file import attempts
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.xdist_group("slurm")]
 
 
 def recorded_runs(folder: Path) -> list[tuple[str, str]]:
     """(id, group) of every W&B file of a run's folder, in the order in which they were begun."""
-    found = []
-    for file in sorted(folder.glob("wandb/offline-run-*/run-*.wandb")):
-        (run,) = [r.run for r in wandb_records(file) if r.WhichOneof("record_type") == "run"][:1]
-        found.append((run.run_id, run.run_group))
-    return found
+    return [(attempt.run["run_id"], attempt.run["run_group"]) for attempt in attempts(folder)]
 
 
 def weights(folder: Path) -> dict[str, bytes]:
