@@ -94,7 +94,9 @@ def test_an_array_evaluates_one_folder_an_element(cluster, sweep, tmp_path):
 def test_export_from_the_checkpoint_is_what_the_run_exported(cluster, sweep, tmp_path):
     run, log = sweep.folder / str(STRATEGIES.index("zero2")), tmp_path / "job.out"
     small = ["--cpus-per-task=1", "--mem=1G", f"--output={log}", f"--chdir={ROOT}"]
-    job = cluster.submit(*small, "slurm/export.sbatch", str(run), "--output", str(tmp_path / "export"))
+    job = cluster.submit(
+        *small, "slurm/export.sbatch", str(run), "--output", str(tmp_path / "export" / "compressed_tensors")
+    )
     assert cluster.wait(job)["ExitCode"] == "0:0", text(log)
     assert weights(tmp_path) == {name: bytes_ for name, bytes_ in weights(run).items() if "export" in name}
 
