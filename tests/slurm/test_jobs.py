@@ -11,18 +11,14 @@ from omegaconf import OmegaConf
 
 from qdeepseek.train import slurm
 from tests.slurm.conftest import NODE, ROOT, STEPS, STRATEGIES, WANDB
-from tests.train.test_main_job import wandb_records
+from tests.train.wandb_file import attempts
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.xdist_group("slurm")]
 
 
 def recorded_runs(folder: Path) -> list[tuple[str, str]]:
     """(id, group) of every W&B file of a run's folder, in the order in which they were begun."""
-    found = []
-    for file in sorted(folder.glob("wandb/offline-run-*/run-*.wandb")):
-        (run,) = [r.run for r in wandb_records(file) if r.WhichOneof("record_type") == "run"][:1]
-        found.append((run.run_id, run.run_group))
-    return found
+    return [(attempt.run["run_id"], attempt.run["run_group"]) for attempt in attempts(folder)]
 
 
 def weights(folder: Path) -> dict[str, bytes]:
@@ -98,7 +94,9 @@ def test_an_array_evaluates_one_folder_an_element(cluster, sweep, tmp_path):
 def test_export_from_the_checkpoint_is_what_the_run_exported(cluster, sweep, tmp_path):
     run, log = sweep.folder / str(STRATEGIES.index("zero2")), tmp_path / "job.out"
     small = ["--cpus-per-task=1", "--mem=1G", f"--output={log}", f"--chdir={ROOT}"]
-    job = cluster.submit(*small, "slurm/export.sbatch", str(run), "--output", str(tmp_path / "export"))
+    job = cluster.submit(
+        *small, "slurm/export.sbatch", str(run), "--output", str(tmp_path / "export" / "compressed_tensors")
+    )
     assert cluster.wait(job)["ExitCode"] == "0:0", text(log)
     assert weights(tmp_path) == {name: bytes_ for name, bytes_ in weights(run).items() if "export" in name}
 
