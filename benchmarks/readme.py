@@ -157,7 +157,6 @@ def drawn(draw: Callable[[dict[str, Any]], Table]) -> Callable[[dict[str, Any]],
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "main_job": main_job, "quality": quality, "cost": cost, "ablation": ablation,
     **{name: drawn(getattr(method_tables, name)) for name in ("routing", "instability", "lora")},
-    "instability_strong": drawn(method_tables.instability),
 }  # fmt: skip
 
 
