@@ -17,6 +17,8 @@ from qdeepseek.train.config import ConfigError
 
 TORCHRUN_NAMES = {"RANK": "SLURM_PROCID", "LOCAL_RANK": "SLURM_LOCALID", "WORLD_SIZE": "SLURM_NTASKS"}
 
+ENDING = ("COMPLETING", "CANCELLED", "TIMEOUT", "DEADLINE")
+
 
 class RequeueError(RuntimeError):
     """The job does not go back to the queue; the message says why and what to do."""
@@ -95,11 +97,15 @@ def _scontrol(*arguments: str) -> str:
 def requeue() -> None:
     """Send this job back to the queue under its own id; Slurm ends its processes at once, so save before.
 
-    Raises RequeueError: no scontrol, refused by the site, or cancelled (Slurm would revive a cancelled job).
+    Raises RequeueError: no scontrol, refused by the site, or Slurm ends the job already. That is how a job looks that
+    its user cancels, until its last process is gone (COMPLETING), and Slurm would revive it.
     """
     job = job_id()
     assert job is not None
     state = re.search(r"JobState=(\w+)", _scontrol("show", "job", job))
-    if state is not None and state[1] == "CANCELLED":
-        raise RequeueError(f"job {job} was cancelled, so it is not queued again")
+    if state is not None and state[1] in ENDING:
+        raise RequeueError(
+            f"Slurm ends job {job} already (state {state[1]}: cancelled, or past its time limit), so it is not queued "
+            f"again; for a time limit the signal must come earlier, as with --signal=USR1@300"
+        )
     _scontrol("requeue", job)

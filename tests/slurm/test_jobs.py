@@ -111,13 +111,23 @@ def test_a_failing_job_returns_its_exit_code_and_says_why(cluster, options, tmp_
     assert "Traceback" not in text(log) and not (tmp_path / "run" / "checkpoints").exists()
 
 
-def test_a_refused_requeue_says_why(cluster, monkeypatch):
+def running(cluster, *options: str) -> str:
+    """A job that lives on for a while when it is cancelled, as one that saves its checkpoint."""
+    job = cluster.submit(*options, "--output=/dev/null", "--wrap", "trap '' TERM; for i in $(seq 30); do sleep 2; done")
+    while cluster.job(job)["JobState"] != "RUNNING":
+        time.sleep(0.1)
+    return job
+
+
+def test_a_refused_requeue_says_why_and_a_cancelled_job_stays_cancelled(cluster, monkeypatch):
     for name in ("SLURM_CONF", "PATH"):
         monkeypatch.setenv(name, cluster.env[name])
-    job = cluster.submit("--no-requeue", "--output=/dev/null", "--wrap", "sleep 60")
-    monkeypatch.setenv("SLURM_JOB_ID", job)
-    with pytest.raises(slurm.RequeueError, match=f"scontrol requeue {job}: .*may be queued again if it was submitted"):
+    refused, cancelled = running(cluster, "--no-requeue"), running(cluster, "--requeue")
+    monkeypatch.setenv("SLURM_JOB_ID", refused)
+    with pytest.raises(slurm.RequeueError, match=f"requeue {refused}: .*may be queued again if it was submitted"):
         slurm.requeue()
-    cluster.command("scancel", job)
-    with pytest.raises(slurm.RequeueError, match=f"job {job} was cancelled, so it is not queued again"):
+    monkeypatch.setenv("SLURM_JOB_ID", cancelled)
+    cluster.command("scancel", refused, cancelled)
+    with pytest.raises(slurm.RequeueError, match=f"Slurm ends job {cancelled} already .state COMPLETING: cancelled"):
         slurm.requeue()
+    assert cluster.wait(cancelled)["JobState"] == "CANCELLED"
