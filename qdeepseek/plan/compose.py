@@ -42,8 +42,16 @@ def configuration(words: Sequence[str], folder: Path | None = None) -> tuple[dic
         cfg = OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"])
         config: Any = OmegaConf.to_container(cfg, resolve=True)
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(str(error).strip()) from error
+        raise ConfigError(_one_line(error)) from error
     return config, chosen
+
+
+def _one_line(error: Exception) -> str:
+    """Hydra's complaint; without its advice to append an unknown key with `+`, which no plan would read."""
+    what, *advice = str(error).strip().splitlines()
+    if what.startswith("Could not override"):
+        return f"{what.rstrip('.')}: no such key; there are nodes, gpus, tp, length, hardware.KEY and those of train.py"
+    return " ".join([what, *advice])
 
 
 def _check_choice(word: str, conf: Path) -> None:

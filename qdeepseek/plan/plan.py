@@ -121,9 +121,9 @@ def make_plan(config: Mapping[str, Any], chosen: str) -> Plan:
     dtype = export.dtype or _served(recipe, model_config.dtype)
     extra, note = _extra(model_config, architecture)
     job = _job(config, model_config, method, trainer)
-    tp = int(config["tp"])
-    if tp < 1:
-        raise ConfigError(f"tp {tp} must be at least 1")
+    tp = config["tp"]
+    if not isinstance(tp, int) or tp < 1:
+        raise ConfigError(f"tp {tp} must be a whole number, at least 1")
     return Plan(
         model=str(model_config.path or "scratch"), source=source, coverage=coverage, blocks=blocks_of(coverage),
         architecture=architecture, job=job, hardware=build(Hardware, config["hardware"], "hardware"),
@@ -135,8 +135,8 @@ def make_plan(config: Mapping[str, Any], chosen: str) -> Plan:
 def _job(config: Mapping[str, Any], model: ModelConfig, method: MethodConfig, trainer: TrainerConfig) -> Job:
     data = config["data"]
     values = {
-        "nodes": int(config["nodes"]), "gpus": int(config["gpus"]), "batch": int(data["batch_size"]),
-        "length": int(config["length"] or data.get("length") or data.get("max_length") or LENGTH),
+        "nodes": config["nodes"], "gpus": config["gpus"], "batch": data["batch_size"],
+        "length": config["length"] or data.get("length") or data.get("max_length") or LENGTH,
         "accumulate": trainer.accumulate, "precision": trainer.precision,
         "weight_bytes": torch.finfo(DTYPES[model.dtype]).bits // 8, "checkpointing": model.gradient_checkpointing,
         "cached": method.cache, "recompute": method.recompute, "teacher": method.distill_weight > 0,

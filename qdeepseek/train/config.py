@@ -2,7 +2,8 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from types import NoneType
+from typing import Any, TypeVar, get_args, get_type_hints
 
 from safetensors import SafetensorError
 
@@ -44,10 +45,22 @@ def build(cls: type[T], values: Mapping[str, Any], where: str) -> T:
     if missing:
         raise ConfigError(f"{where}: key {', '.join(missing)} is missing")
     clean = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+    hints = get_type_hints(cls)
+    for name, value in clean.items():
+        _check_number(f"{where}: {name}", value, hints[name])
     try:
         return cls(**clean)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{where}: {error}") from error
+
+
+def _check_number(what: str, value: Any, hint: Any) -> None:
+    """A word or a fraction where a number is wanted would fail later, in a comparison that does not name it."""
+    kinds = {k for k in get_args(hint) or (hint,) if k is not NoneType}
+    if kinds == {int} and (isinstance(value, str) or (isinstance(value, float) and not value.is_integer())):
+        raise ConfigError(f"{what} {value!r} must be a whole number")
+    if kinds <= {int, float} and isinstance(value, str):
+        raise ConfigError(f"{what} {value!r} must be a number")
 
 
 @dataclasses.dataclass(frozen=True)

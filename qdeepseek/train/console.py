@@ -8,7 +8,7 @@ from transformers.utils import logging as transformers_logging
 
 def quiet() -> None:
     """Silence start-up banners and loading bars of the libraries, and known warnings about their own internals."""
-    for name in ("lightning.pytorch", "lightning.fabric"):
+    for name in ("lightning.pytorch", "lightning.fabric", "compilers"):  # compilers: DeepSpeed's trials of gcc
         logging.getLogger(name).setLevel(logging.WARNING)
     transformers_logging.disable_progress_bar()
     warnings.filterwarnings("ignore", message=".*isinstance\\(treespec, LeafSpec\\).*")
