@@ -20,6 +20,8 @@ from qdeepseek.train.callbacks.rng import RandomState
 from qdeepseek.train.checkpoints import Checkpoints, drop_unfinished, last_checkpoint
 from qdeepseek.train.stop import StopRequest
 
+PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-mixed")
+
 
 @dataclass(frozen=True)
 class TrainerConfig:
@@ -44,6 +46,12 @@ class TrainerConfig:
         for name in ("steps", "accumulate", "validate_every", "checkpoint_every", "log_every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} {getattr(self, name)} must be at least 1")
+        if self.precision not in PRECISIONS:
+            raise ValueError(f"precision {self.precision!r} is unknown; use one of {', '.join(PRECISIONS)}")
+        if self.devices == 0:
+            raise ValueError("devices 0 must be at least 1, or auto")
+        if self.accelerator in ("gpu", "cuda") and not torch.cuda.is_available():
+            raise ValueError(f"accelerator {self.accelerator}: torch sees no CUDA device; use auto or cpu")
 
 
 def build_trainer(

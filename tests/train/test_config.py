@@ -87,3 +87,16 @@ def test_schedules_warm_up_and_end_at_zero(schedule):
     assert values[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
     assert values[20] == pytest.approx(0, abs=1e-12)
     assert all(a >= b for a, b in pairwise(values[4:]))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"devices": 0}, "trainer: devices 0 must be at least 1"),
+        ({"precision": "int3"}, "trainer: precision 'int3' is unknown; use one of 32-true, bf16-mixed"),
+        ({"steps": "abc"}, "trainer: steps 'abc' must be a whole number"),
+    ],
+)
+def test_a_trainer_that_cannot_start_is_refused_before_the_data(values, message):
+    with pytest.raises(ConfigError, match=message):
+        build(TrainerConfig, {"steps": 1, **values}, "trainer")
