@@ -49,6 +49,7 @@ SchedulerParameters=sched_interval=1,bf_interval=1,batch_sched_delay=0
 GresTypes=gpu
 ReturnToService=2
 JobRequeue=1
+FirstJobId={first}
 KillWait=5
 MessageTimeout=30
 LaunchParameters=disable_send_gids
@@ -82,9 +83,11 @@ def _configure(folder: Path) -> Path:
     key.chmod(0o400)
     ctld, slurmd = _free_ports()
     memory = psutil.virtual_memory().total // 2**20 - 1024
+    # ranks find each other at a port made of the job's id, so two clusters of a machine must not share ids
+    first = 1000 * (1 + secrets.randbelow(8)) + secrets.randbelow(900)
     (folder / "slurm.conf").write_text(CONF.format(
         folder=folder, host=socket.gethostname().split(".")[0], user=getpass.getuser(), ctld_port=ctld,
-        slurmd_port=slurmd, cpus=max(2, os.cpu_count() or 2), memory=memory,
+        slurmd_port=slurmd, first=first, cpus=max(2, os.cpu_count() or 2), memory=memory,
     ))  # fmt: skip
     (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\nCgroupMountpoint=/sys/fs/cgroup\n")
     return folder / "slurm.conf"
