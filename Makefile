@@ -32,7 +32,8 @@ imports: install
 	$(BIN)/lint-imports
 
 pytest: install
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slurm # one after the other: each job takes both cores
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slurm"
 
 quick: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow"
