@@ -25,6 +25,7 @@ from qdeepseek.train.export_saved import export_run
 from qdeepseek.train.job import job_config
 from qdeepseek.train.loggers import wandb_closed
 from qdeepseek.train.pretrain import pretrain
+from qdeepseek.train.run import ranks_of
 from qdeepseek.train.stop import stoppable
 from qdeepseek.train.wandb_record import log_end, log_start
 from qdeepseek.train.zero import is_partitioned
@@ -34,7 +35,7 @@ def main_job(run: qat.Run) -> None:
     """Coverage → data → FP_ft → QAT → export → verify → reload → evaluate → report."""
     coverage = qat.check(run)
     rank_zero_only(print)(coverage.table(), flush=True)
-    open_folder(run.folder, run.config, coverage)
+    open_folder(run.folder, run.config, coverage, ranks_of(run.trainer))
     log_start(run.wandb, coverage)
     run.data  # noqa: B018  every row is read and checked before anything is trained
     fp_ft = qat.fine_tune(run)

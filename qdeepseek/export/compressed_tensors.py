@@ -28,6 +28,7 @@ from qdeepseek.export.extras import Extras
 from qdeepseek.export.names import Layout
 from qdeepseek.export.packing import pack, pack_zero_point
 from qdeepseek.export.quantization_config import kv_cache_arguments
+from qdeepseek.export.size import export_size
 from qdeepseek.export.sources import FolderSource, ModelSource, SchemeMismatch, Source
 from qdeepseek.export.writer import MANIFEST, ShardWriter, WrittenFile, atomic_folder, require_space, write_json
 from qdeepseek.quant import QuantScheme
@@ -87,7 +88,7 @@ def export(
     elif weights is not None:
         reader = weights  # type: ignore[assignment]
     extras = Extras(source, {name for entry in entries for name in entry.original_names(layout)})
-    require_space(destination, sum(entry.expected_bytes(dtype) for entry in entries) + extras.nbytes)
+    require_space(destination, export_size(entries, dtype).total + extras.nbytes)
 
     with atomic_folder(destination) as folder:
         shards = ShardWriter(folder, max_shard_bytes)

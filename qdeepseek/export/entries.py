@@ -80,12 +80,6 @@ class Entry:
         tensor = self.tensor if tensor is None else tensor
         return dtype if tensor.is_floating_point() and not self.router else tensor.dtype
 
-    def expected_bytes(self, dtype: torch.dtype) -> int:
-        """Size on disk, to a few bytes for each module."""
-        if self.quantized is None:
-            return self.tensor.numel() * self.kept_dtype(dtype).itemsize
-        return int(self.tensor.numel() * self.quantized.scheme.bits_per_weight(tuple(self.tensor.shape)) / 8)
-
 
 def entries_of(model: nn.Module) -> list[Entry]:
     """Entries in model order. Raises ValueError where an adapter has not been merged."""

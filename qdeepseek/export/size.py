@@ -6,13 +6,13 @@ kept                                 elements × bytes of the serving dtype; rou
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
-from qdeepseek.export.entries import Entry, entries_of
+from qdeepseek.export.entries import Entry
 from qdeepseek.export.names import parts_of
 from qdeepseek.export.packing import packed_width
 from qdeepseek.quant import QuantScheme
@@ -40,9 +40,9 @@ class ExportSize:
         return {**asdict(self), "total": self.total}
 
 
-def export_size(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> ExportSize:
-    """Of a model that `surgery.prepare` prepared, on the meta device too; without quantisers, of its plain weights."""
-    return sum((_entry(entry, dtype) for entry in entries_of(model)), ExportSize())
+def export_size(entries: Iterable[Entry], dtype: torch.dtype = torch.bfloat16) -> ExportSize:
+    """Of the entries of a model, which may be on the meta device; without quantisers, of its plain weights."""
+    return sum((_entry(entry, dtype) for entry in entries), ExportSize())
 
 
 def _entry(entry: Entry, dtype: torch.dtype) -> ExportSize:

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from qdeepseek.surgery.families import is_fused_experts
 from qdeepseek.train.config import ConfigError
-from qdeepseek.train.models import DTYPES, ModelConfig
+from qdeepseek.train.models import DTYPES, ModelConfig, keeps_fp32
 
 SHIPPED = Path(__file__).parent.parent / "assets" / "architectures"
 Kind = Literal["dense", "moe"]
@@ -83,9 +83,8 @@ def meta_model(model: ModelConfig) -> tuple[PreTrainedModel, str]:
         del config.quantization_config  # FP8 is dequantised when it is loaded
     with torch.device("meta"):
         built = AutoModelForCausalLM.from_config(config, dtype=DTYPES[model.dtype], attn_implementation=model.attention)
-    kept = tuple(f".{part}" for part in getattr(built, "_keep_in_fp32_modules_strict", None) or ())
     for name, tensor in [*built.named_parameters(), *built.named_buffers()]:
-        if kept and f".{name}".endswith(kept):
+        if keeps_fp32(built, name):
             tensor.data = tensor.data.float()
     return built.train(), source
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from qdeepseek.export.checkpoint import Checkpoint
+from qdeepseek.export.entries import entries_of
 from qdeepseek.export.size import ExportSize, export_size
 from qdeepseek.plan.architecture import Architecture, architecture_of, meta_model
 from qdeepseek.plan.blocks import Block, blocks_of
@@ -21,9 +22,10 @@ from qdeepseek.surgery import plan as cover
 from qdeepseek.surgery.families import is_mtp_parameter
 from qdeepseek.surgery.runtimes import KERNELS, Layer, Refusal, refusals
 from qdeepseek.train.config import ConfigError, ExportConfig, MethodConfig, build
-from qdeepseek.train.methods import GROUPS
+from qdeepseek.train.methods import split
 from qdeepseek.train.models import DTYPES, ModelConfig
 from qdeepseek.train.run import TrainerConfig
+from qdeepseek.train.strategy import zero_config
 
 LENGTH = 4096
 
@@ -106,10 +108,12 @@ def make_plan(config: Mapping[str, Any], chosen: str) -> Plan:
     Raises ConfigError or CoverageError for a value that could not be trained either.
     """
     model_config = build(ModelConfig, config["model"], "model")
-    own, groups = {k: v for k, v in config["method"].items() if k not in GROUPS}, config["method"]
+    own, groups = split(config["method"])
     method = build(MethodConfig, own, "method")
     trainer = build(TrainerConfig, config["trainer"], "trainer")
     export = build(ExportConfig, config["export"], "export")
+    if "stage" in config["strategy"]:
+        zero_config(config)
     try:
         recipe = Recipe.from_config(config["quant"])
     except ValueError as error:
@@ -127,7 +131,7 @@ def make_plan(config: Mapping[str, Any], chosen: str) -> Plan:
     return Plan(
         model=str(model_config.path or "scratch"), source=source, coverage=coverage, blocks=blocks_of(coverage),
         architecture=architecture, job=job, hardware=build(Hardware, config["hardware"], "hardware"),
-        size=export_size(model, DTYPES[dtype]), extra_bytes=extra, tp=tp, dtype=dtype, chosen=chosen,
+        size=export_size(entries_of(model), DTYPES[dtype]), extra_bytes=extra, tp=tp, dtype=dtype, chosen=chosen,
         notes=tuple(n for n in (note, *_notes(job, architecture, groups)) if n),
     )  # fmt: skip
 
@@ -177,6 +181,4 @@ def _notes(job: Job, a: Architecture, groups: Mapping[str, Any]) -> list[str]:
     notes = []
     if groups.get("lora"):
         notes.append("method.lora is on, which the plan does not model: memory is that of full QAT, an upper bound")
-    if job.precision == "bf16-true":
-        notes.append("trainer.precision=bf16-true is refused by strategy=zero1, zero2, zero3 and zero3_offload")
     return notes

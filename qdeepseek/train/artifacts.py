@@ -1,7 +1,8 @@
 """What a run leaves behind besides its models: the resolved config and the coverage.
 
 A folder belongs to one configuration. Continuing it with another one would mix two runs in one report, so
-that is refused, key by key; what only changes where and how long a run works may differ.
+that is refused, key by key; what only changes where and how long a run works may differ: the ranks too, as long as all
+of them together read as many sequences a micro-batch.
 """
 
 import json
@@ -22,6 +23,8 @@ MAY_DIFFER = (
     "strategy",
     "stop",
     "trainer.threads",
+    "trainer.devices",
+    "trainer.nodes",
     "trainer.accelerator",
     "trainer.checkpoint_every",
 )
@@ -41,6 +44,8 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def check_same(before: Mapping[str, Any], now: Mapping[str, Any], folder: Path) -> None:
     """Raises ConfigError listing every key in which a continued run differs from its beginning."""
     old, new = flat(before), flat(now)
+    if "ranks" in old and old["ranks"] * old["data.batch_size"] == new.get("ranks", 0) * new["data.batch_size"]:
+        old |= {key: new[key] for key in ("ranks", "data.batch_size")}
     changed = [
         f"{key} {old.get(key)} -> {new.get(key)}"
         for key in sorted(old.keys() | new.keys())
@@ -54,10 +59,13 @@ def check_same(before: Mapping[str, Any], now: Mapping[str, Any], folder: Path) 
 
 
 @rank_zero_only
-def open_folder(folder: Path, config: Mapping[str, Any], coverage: Coverage) -> None:
-    """Create the run's folder with config.yaml and coverage.json, or check that it is this run's."""
+def open_folder(folder: Path, config: Mapping[str, Any], coverage: Coverage, ranks: int) -> None:
+    """Create the run's folder with config.yaml and coverage.json, or check that it is this run's.
+
+    ranks: processes of this run, which no key of the configuration says; kept in config.yaml beside it.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    file = folder / "config.yaml"
+    config, file = {**config, "ranks": ranks}, folder / "config.yaml"
     if file.exists():
         before: Any = OmegaConf.to_container(OmegaConf.load(file))
         check_same(before, config, folder)

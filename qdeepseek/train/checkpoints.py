@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 COMPLETE = "complete"
+TAG = "checkpoint"  # the folder of a checkpoint's in which Lightning lets DeepSpeed write
 
 
 class Checkpoints(ModelCheckpoint):

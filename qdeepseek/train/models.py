@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -71,6 +72,12 @@ def load_model(config: ModelConfig) -> PreTrainedModel:
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model.eval()
+
+
+def keeps_fp32(model: nn.Module, name: str) -> bool:
+    """Whether the architecture keeps this parameter or buffer in fp32 beside a model in bf16 or fp16."""
+    parts = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    return f".{name}".endswith(tuple(f".{part}" for part in parts))
 
 
 def checkpoint_folder(config: ModelConfig) -> Path:

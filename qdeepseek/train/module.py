@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from qdeepseek.routing.routers import keep_routers_exact
 from qdeepseek.train.config import OptimConfig
 from qdeepseek.train.losses import output_head, token_losses
+from qdeepseek.train.models import keeps_fp32
 from qdeepseek.train.optim import build_optimizer
 from qdeepseek.train.zero import is_partitioned
 
@@ -79,11 +80,10 @@ class FineTune(L.LightningModule):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "FineTune":
         """Move and cast, but leave in fp32 what the architecture keeps there: `precision: bf16-true` casts the whole
         module, and a router's bias that moves by 1e-3 a step stands still in bf16 from 0.25 on."""
-        parts = tuple(getattr(self.model, "_keep_in_fp32_modules_strict", None) or ())
 
         def routers() -> dict[str, Tensor]:
             tensors = [*self.model.named_parameters(), *self.model.named_buffers()]
-            return {name: t for name, t in tensors if f".{name}".endswith(tuple(f".{part}" for part in parts))}
+            return {name: t for name, t in tensors if keeps_fp32(self.model, name)}
 
         kept = {name: t.data for name, t in routers().items() if t.dtype == torch.float32}
         super()._apply(fn, recurse)

@@ -31,7 +31,7 @@ from qdeepseek.layers import WeightQuantizer
 from qdeepseek.surgery import QuantizedTensor, Recipe, autocast_experts, is_fused_experts, prepare, quantized_tensors
 from qdeepseek.surgery.fp8 import check_trainable
 from qdeepseek.train.config import ConfigError
-from qdeepseek.train.models import DTYPES, ModelConfig, checkpoint_folder, read_config
+from qdeepseek.train.models import DTYPES, ModelConfig, checkpoint_folder, keeps_fp32, read_config
 from qdeepseek.train.zero import import_deepspeed
 
 
@@ -85,12 +85,6 @@ def empty_model(settings: PretrainedConfig, dtype: torch.dtype, attention: str =
         if keeps_fp32(model, name) and parameter.dtype in (torch.bfloat16, torch.float16):
             parameter.data = parameter.data.float()
     return model
-
-
-def keeps_fp32(model: nn.Module, name: str) -> bool:
-    """Whether the architecture keeps this parameter or buffer in fp32 beside a model in bf16 or fp16."""
-    parts = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
-    return f".{name}".endswith(tuple(f".{part}" for part in parts))
 
 
 def _check_complete(model: nn.Module, source: FolderSource, where: str) -> None:

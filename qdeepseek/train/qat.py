@@ -42,7 +42,6 @@ from qdeepseek.train.callbacks.balance import LossFreeBalance
 from qdeepseek.train.callbacks.branch import SaveBranch
 from qdeepseek.train.callbacks.fake_quant import FakeQuant
 from qdeepseek.train.callbacks.same_config import SameConfig
-from qdeepseek.train.checkpoints import last_checkpoint
 from qdeepseek.train.config import ConfigError, ExportConfig, MethodConfig, OptimConfig, build
 from qdeepseek.train.data import BuiltData, DataConfig, build_data
 from qdeepseek.train.loggers import LoggerConfig, loggers, wandb_logger
@@ -54,7 +53,6 @@ from qdeepseek.train.run import TrainerConfig, build_trainer, fit, start_process
 from qdeepseek.train.save import save_model
 from qdeepseek.train.stop import StopRequest, world_size
 from qdeepseek.train.tracking import tracking
-from qdeepseek.train.universal import convert_for
 from qdeepseek.train.zero import ZeroConfig, deepspeed_config
 
 
@@ -198,16 +196,12 @@ def check(run: Run) -> Coverage:
 
 def _trainer(run: Run, stage: str, steps: int, callbacks: list[Callback], folder: Path) -> L.Trainer:
     watching = tracking(run.logger, run.wandb, callbacks)
-    trainer = build_trainer(
+    return build_trainer(
         replace(run.trainer, steps=steps), folder, stage,
         strategy=strategies.make(run.strategy, run.trainer.precision),
         logger=loggers(run.folder, stage, run.wandb), stop=run.stop,
         callbacks=[SameConfig(run.config), *callbacks, *run.callbacks, *watching],
     )  # fmt: skip
-    resumed = last_checkpoint(folder, stage)
-    if resumed is not None and isinstance(run.strategy, ZeroConfig):
-        convert_for(trainer.num_devices * trainer.num_nodes, Path(resumed))
-    return trainer
 
 
 def _model(run: Run, trainer: L.Trainer, which: str, recipe: Recipe | None = None) -> PreTrainedModel:

@@ -63,7 +63,7 @@ def _run(trainer: L.Trainer, pl_module: Any, number: int, together: bool) -> Fau
 
     def loss() -> Tensor:
         with trainer.precision_plugin.forward_context():
-            if engine is None or not trainer.strategy.zero_stage_3:
+            if engine is None or engine.zero_optimization_stage() < 3:
                 parts[:] = pl_module.losses(batch, distill)
             else:  # as a step does, so that ZeRO-3 gathers and its order of modules is the usual one
                 redirect: Any = trainer.strategy._forward_redirection

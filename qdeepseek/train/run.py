@@ -19,6 +19,7 @@ from qdeepseek.train.callbacks.progress import StepProgress
 from qdeepseek.train.callbacks.rng import RandomState
 from qdeepseek.train.checkpoints import Checkpoints, drop_unfinished, last_checkpoint
 from qdeepseek.train.stop import StopRequest
+from qdeepseek.train.universal import check_resumable, convert_for
 
 PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-mixed")
 
@@ -54,6 +55,16 @@ class TrainerConfig:
             raise ValueError(f"accelerator {self.accelerator}: torch sees no CUDA device; use auto or cpu")
 
 
+def ranks_of(config: TrainerConfig) -> int:
+    """Processes that a run with this configuration trains in, known before any of them is started."""
+    if "WORLD_SIZE" in os.environ:
+        return int(os.environ["WORLD_SIZE"])
+    devices, nodes = slurm.shape(config.devices, config.nodes)
+    if devices in ("auto", -1, "-1"):
+        devices = torch.cuda.device_count() if config.accelerator != "cpu" and torch.cuda.is_available() else 1
+    return nodes * (len(devices.split(",")) if isinstance(devices, str) and "," in devices else int(devices))
+
+
 def build_trainer(
     config: TrainerConfig,
     folder: Path,
@@ -65,7 +76,11 @@ def build_trainer(
     stop: StopRequest | None = None,
     validate: bool = True,
 ) -> L.Trainer:
-    """Trainer with checkpoints in folder/checkpoints/name, last.ckpt a link to the newest; `stop` ends a fit early."""
+    """Trainer with checkpoints in folder/checkpoints/name, last.ckpt a link to the newest; `stop` ends a fit early.
+
+    A checkpoint to resume from is looked at, and converted where need be, before ranks form a group: raises ConfigError
+    where `strategy` cannot read it.
+    """
     if config.threads:
         torch.set_num_threads(config.threads)
     checkpoints = Checkpoints(
@@ -74,17 +89,18 @@ def build_trainer(
         save_on_train_epoch_end=False,
     )  # fmt: skip
     devices, nodes = slurm.shape(config.devices, config.nodes)
-    return L.Trainer(
+    own_precision = precision_plugins(config.precision, config.accelerator, strategy)
+    trainer = L.Trainer(
         max_steps=config.steps,
         max_epochs=-1,
         accumulate_grad_batches=config.accumulate,
         gradient_clip_val=config.clip_norm,
-        **precision_options(config.precision, config.accelerator, strategy),
+        precision=None if own_precision else config.precision,  # type: ignore[arg-type]
         accelerator=config.accelerator,
         devices=devices,
         num_nodes=nodes,
         strategy=strategy,
-        plugins=slurm.environments(),  # type: ignore[arg-type]
+        plugins=[*own_precision, *slurm.environments()],
         logger=logger,
         callbacks=[
             *(callbacks or []),
@@ -103,6 +119,12 @@ def build_trainer(
         use_distributed_sampler=False,
         default_root_dir=folder,
     )
+    resumed = last_checkpoint(folder, name)
+    if resumed is not None:
+        check_resumable(Path(resumed), strategy)
+        if isinstance(strategy, DeepSpeedStrategy):
+            convert_for(trainer.num_devices * trainer.num_nodes, Path(resumed))
+    return trainer
 
 
 class BF16Mixed(MixedPrecision):
@@ -113,12 +135,11 @@ class BF16Mixed(MixedPrecision):
         Precision.clip_gradients(self, optimizer, clip_val, gradient_clip_algorithm or GradClipAlgorithmType.NORM)
 
 
-def precision_options(precision: str, accelerator: str, strategy: Strategy | str) -> dict[str, Any]:
-    """Lightning's `precision`, or the plugin that stands for it."""
+def precision_plugins(precision: str, accelerator: str, strategy: Strategy | str) -> list[Precision]:
+    """What stands for Lightning's own `precision`; empty where that serves."""
     if precision != "bf16-mixed" or isinstance(strategy, DeepSpeedStrategy):
-        return {"precision": precision}
-    device = "cuda" if accelerator != "cpu" and torch.cuda.is_available() else "cpu"
-    return {"plugins": [BF16Mixed("bf16-mixed", device)]}
+        return []
+    return [BF16Mixed("bf16-mixed", "cuda" if accelerator != "cpu" and torch.cuda.is_available() else "cpu")]
 
 
 def start_processes(trainer: L.Trainer) -> None:

@@ -26,10 +26,9 @@ from torch import Tensor
 
 from qdeepseek.export import torch_file
 from qdeepseek.export.torch_file import StoredTensor
-from qdeepseek.train.checkpoints import COMPLETE
+from qdeepseek.train.checkpoints import COMPLETE, TAG
 from qdeepseek.train.config import ConfigError
 
-TAG = "checkpoint"  # the folder in which Lightning lets DeepSpeed write
 PREFIX = "model."  # FineTune.model
 
 

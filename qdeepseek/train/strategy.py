@@ -27,7 +27,14 @@ def parse(config: Mapping[str, Any]) -> Parsed:
             raise ConfigError(f"strategy: unknown key {', '.join(unknown)}; {group['name']} has none but name")
         name = str(group["name"])
         return "ddp_find_unused_parameters_true" if name == "ddp" and config["method"].get("delay_steps") else name
-    zero = build(ZeroConfig, group, "strategy")
+    zero = zero_config(config)
+    import_deepspeed()
+    return zero
+
+
+def zero_config(config: Mapping[str, Any]) -> ZeroConfig:
+    """Settings of ZeRO. Raises ConfigError for those, and for a precision, that it cannot train with."""
+    zero = build(ZeroConfig, config["strategy"], "strategy")
     deepspeed_config(zero, str(config["trainer"]["precision"]))
     dtype = config["model"].get("dtype", "float32")
     if dtype != "float32":
@@ -35,7 +42,6 @@ def parse(config: Mapping[str, Any]) -> Parsed:
             f"model.dtype {dtype} with strategy {zero.name}: weights are trained in fp32, which is also their master "
             f"copy; set model.dtype=float32 and trainer.precision=bf16-mixed (export.dtype says what is served)"
         )
-    import_deepspeed()
     return zero
 
 

@@ -12,21 +12,40 @@ from argparse import Namespace
 from pathlib import Path
 
 import torch
+from lightning.pytorch.strategies import DeepSpeedStrategy, Strategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
+from qdeepseek.train.checkpoints import TAG
 from qdeepseek.train.config import ConfigError
 
-TAG, UNIVERSAL = "checkpoint", "universal"  # TAG: where Lightning lets DeepSpeed write
+UNIVERSAL = "universal"
+
+
+def kind_of(path: Path) -> str:
+    """What wrote a checkpoint."""
+    if path.is_file():
+        return "by one device or ddp"
+    return "under ZeRO-1 or 2" if (path / TAG / "mp_rank_00_model_states.pt").is_file() else "under ZeRO-3"
+
+
+def check_resumable(path: Path, strategy: Strategy | str) -> None:
+    """Raises ConfigError for a checkpoint that this strategy cannot read."""
+    reads = "by one device or ddp"
+    if isinstance(strategy, DeepSpeedStrategy):
+        reads = "under ZeRO-3" if strategy.zero_stage_3 else "under ZeRO-1 or 2"
+    wrote = kind_of(path)
+    if wrote != reads:
+        raise ConfigError(
+            f"checkpoint {path} was written {wrote}, and the strategy of this run reads those written {reads}; "
+            f"continue with the strategy of its config.yaml, or start a new run_dir"
+        )
 
 
 def saved_ranks(folder: Path) -> int:
-    """How many ranks wrote a ZeRO checkpoint. Raises ConfigError for anything else."""
+    """How many ranks wrote a ZeRO checkpoint. Raises ConfigError for a folder that has lost its optimizer's files."""
     files = list((folder / TAG).glob("*zero_pp_rank_*_optim_states.pt"))
     if not files:
-        raise ConfigError(
-            f"checkpoint {folder} was not written by DeepSpeed; resume it with the strategy that wrote it, or start a "
-            f"new run_dir from its weights"
-        )
+        raise ConfigError(f"checkpoint {folder} has no *_optim_states.pt of any rank; copy the whole folder again")
     return len(files)
 
 

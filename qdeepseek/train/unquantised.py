@@ -16,7 +16,8 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from qdeepseek.train.artifacts import check_same
-from qdeepseek.train.config import ConfigError
+from qdeepseek.train.config import ConfigError, build
+from qdeepseek.train.run import TrainerConfig, ranks_of
 
 GROUPS = ("seed", "model", "data", "optim", "trainer")
 METHOD_KEYS = ("qat_fraction", "balance_speed", "lora")
@@ -27,7 +28,8 @@ def settings(config: Mapping[str, Any]) -> dict[str, Any]:
     method = {key: config["method"][key] for key in METHOD_KEYS if config["method"].get(key)}
     if method.get("lora", {}).get("stages") == "qat":  # then adapters are no part of it
         del method["lora"]
-    return {**{key: config[key] for key in GROUPS}, "method": method}
+    ranks = ranks_of(build(TrainerConfig, config["trainer"], "trainer"))
+    return {**{key: config[key] for key in GROUPS}, "method": method, "ranks": ranks}
 
 
 def folder_of(config: Mapping[str, Any]) -> Path:

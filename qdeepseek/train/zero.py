@@ -43,7 +43,7 @@ from torch import Tensor, nn
 from qdeepseek.surgery.families import is_fused_experts
 from qdeepseek.train.checkpoints import COMPLETE
 from qdeepseek.train.config import ConfigError
-from qdeepseek.train.universal import UNIVERSAL, restore_groups, saved_ranks, to_universal
+from qdeepseek.train.universal import UNIVERSAL, restore_groups, saved_ranks
 
 if TYPE_CHECKING:
     import deepspeed
@@ -178,10 +178,7 @@ class Zero(DeepSpeedStrategy):
         folder = Path(checkpoint_path)
         if saved_ranks(folder) == self.world_size:
             return super().load_checkpoint(checkpoint_path, weights_only)
-        if self.is_global_zero:
-            to_universal(folder)
-        self.barrier()
-        engine: Any = self.deepspeed_engine
+        engine: Any = self.deepspeed_engine  # the fit's trainer has converted it (run.py)
         engine._config.load_universal_checkpoint = True
         _, state = engine.load_checkpoint(str(folder), tag=UNIVERSAL, load_lr_scheduler_states=False)
         engine._config.load_universal_checkpoint = False  # what this run saves is read as it is (guard)

@@ -5,6 +5,7 @@ import torch
 from safetensors import safe_open
 
 from qdeepseek.export.compressed_tensors import export
+from qdeepseek.export.entries import entries_of
 from qdeepseek.export.size import export_size
 from qdeepseek.surgery import Recipe, prepare
 from tests.train.test_config import composed
@@ -24,7 +25,7 @@ from tests.train.test_config import composed
 )
 def test_tensors_of_a_real_export(words, tiny_model, tmp_path):
     prepare(tiny_model, Recipe.from_config(composed(*words, "run_dir=x")["quant"]))
-    counted = export_size(tiny_model, torch.bfloat16)
+    counted = export_size(entries_of(tiny_model), torch.bfloat16)
     folder = export(tiny_model, tmp_path / "export", dtype=torch.bfloat16).folder
     sizes: dict[str, int] = {}
     with safe_open(folder / "model.safetensors", "pt") as file:

@@ -59,6 +59,7 @@ def test_text_of_deepseek_v2_lite():
         (["gpus=abc"], "plan: gpus 'abc' must be a whole number"),
         (["gpus=1.5"], "plan: gpus 1.5 must be a whole number"),
         (["gpu=8"], "Could not override 'gpu': no such key; there are nodes, gpus,"),
+        (["strategy=zero2", "trainer.precision=bf16-true"], "trainer.precision bf16-true with strategy zero2"),
         (["hardware.mfu=2"], "hardware: mfu 2 must lie in"),
         (["model.path=/nowhere"], "no such folder"),
         (["quant.schemes.main.weight.group_size=48"], "is not a multiple of group_size 48"),

@@ -11,7 +11,7 @@ import pytest
 from tests.slurm import cluster as slurm
 
 ROOT = Path(__file__).parents[2]
-STEPS = 24
+STEPS = 48
 STRATEGIES = ("ddp", "zero2")
 SHRUNK = [
     f"trainer.steps={STEPS}", "trainer.validate_every=100", "trainer.checkpoint_every=1000", "trainer.log_every=1",

@@ -18,7 +18,7 @@ from qdeepseek.train.methods import split
 from qdeepseek.train.models import ModelConfig
 from qdeepseek.train.optim import lr_factor
 from qdeepseek.train.qat import Run
-from qdeepseek.train.run import TrainerConfig
+from qdeepseek.train.run import TrainerConfig, ranks_of
 from qdeepseek.train.stop import StopConfig
 
 CONF = Path(__file__).parents[2] / "conf"
@@ -78,6 +78,27 @@ def test_a_folder_keeps_its_configuration(tmp_path):
     artifacts.check_same(config, {**config, "run_dir": "y", "logger": {"kind": "wandb"}}, tmp_path)
     with pytest.raises(ConfigError, match="begun with another configuration: seed 0 -> 1; give the same values"):
         artifacts.check_same(config, {**config, "seed": 1}, tmp_path)
+
+
+def test_a_folder_is_continued_by_other_ranks_that_read_as_much_together(tmp_path):
+    config = composed("run_dir=x", "data.batch_size=4", "trainer.devices=2")
+    before = {**config, "ranks": 2}
+    one = composed("run_dir=x", "data.batch_size=8", "trainer.devices=1")
+    artifacts.check_same(before, {**one, "ranks": 1}, tmp_path)
+    with pytest.raises(ConfigError, match=r"data.batch_size 4 -> 8; ranks 2 -> 4"):
+        artifacts.check_same(before, {**one, "ranks": 4}, tmp_path)
+    with pytest.raises(ConfigError, match=r"ranks 2 -> 1"):
+        artifacts.check_same(before, {**config, "ranks": 1}, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("values", "ranks"), [({}, 1), ({"devices": 4, "nodes": 2}, 8), ({"devices": "0,3"}, 2), ({"devices": "2"}, 2)]
+)
+def test_ranks_are_known_before_the_processes(values, ranks, monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert ranks_of(TrainerConfig(steps=1, accelerator="cpu", **values)) == ranks
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    assert ranks_of(TrainerConfig(steps=1)) == 16
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd"])

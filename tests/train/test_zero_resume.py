@@ -7,7 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from qdeepseek.train.checkpoints import COMPLETE, drop_unfinished, last_checkpoint
+from qdeepseek.train.checkpoints import COMPLETE, TAG, drop_unfinished, last_checkpoint
+from qdeepseek.train.config import ConfigError
+from qdeepseek.train.run import TrainerConfig, build_trainer
+from qdeepseek.train.strategy import make
+from qdeepseek.train.zero import ZeroConfig
 from tests.train.test_zero import two_processes
 
 JOB = "tests.train.zero_resume_job"
@@ -68,6 +72,30 @@ def test_a_universal_checkpoint_gives_each_group_its_own_settings(runs):
     groups = later["optimizer_state_dict"]["optimizer_state_dict"]["param_groups"]
     assert [group["name"] for group in groups] == ["matrices", "vectors", "scales"]
     assert saved is None or [group["name"] for group in saved["param_groups"]] == ["matrices", "vectors", "scales"]
+
+
+@pytest.mark.parametrize(
+    ("files", "strategy", "message"),
+    [
+        (["mp_rank_00_model_states.pt"], "auto", "under ZeRO-1 or 2, and .* reads those written by one device or ddp"),
+        (
+            ["zero_pp_rank_0_mp_rank_00_model_states.pt"],
+            2,
+            "under ZeRO-3, and .* reads those written under ZeRO-1 or 2",
+        ),
+        ([], 1, "by one device or ddp, and .* config.yaml, or start a new run_dir"),
+    ],
+)
+def test_a_checkpoint_of_another_kind_of_strategy_is_refused_before_the_fit(tmp_path, files, strategy, message):
+    path = tmp_path / "checkpoints" / "qat" / "step=4.ckpt"
+    (path / TAG if files else path.parent).mkdir(parents=True)
+    (path / COMPLETE if files else path).touch()
+    for file in files:
+        (path / TAG / file).touch()
+    if isinstance(strategy, int):
+        strategy = make(ZeroConfig("zero", strategy), "32-true")
+    with pytest.raises(ConfigError, match=message):
+        build_trainer(TrainerConfig(steps=1, accelerator="cpu"), tmp_path, "qat", strategy=strategy)
 
 
 def test_a_half_written_checkpoint_is_passed_over_and_removed(tmp_path):

@@ -123,7 +123,7 @@ def peak_of_load(path: Path, zero: dict[str, Any]) -> dict[str, float]:
 def train(config: dict[str, Any], folder: Path) -> float:
     """The QAT stage of a run; leaves its checkpoint and the same state as a plain one. Returns the last loss."""
     run = qat.Run.from_config(config)
-    open_folder(run.folder, run.config, plan(run.load("base"), run.recipe))
+    open_folder(run.folder, run.config, plan(run.load("base"), run.recipe), ranks=2)
     losses: dict[str, Any] = {}
     stock = qat.fit
 

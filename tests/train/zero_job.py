@@ -22,7 +22,7 @@ from qdeepseek.train.callbacks.routing import Routing
 from qdeepseek.train.config import OptimConfig
 from qdeepseek.train.events import read_events
 from qdeepseek.train.module import FineTune
-from qdeepseek.train.run import precision_options
+from qdeepseek.train.run import precision_plugins
 from qdeepseek.train.strategy import make
 from qdeepseek.train.zero import ZeroConfig, gathered
 from tests.train.test_config import composed
@@ -73,9 +73,10 @@ def fit(
     teacher: Any = None, precision: Any = "32-true",
 ) -> dict[str, Any]:  # fmt: skip
     losses, strategy = Losses(), "ddp" if where == "ddp" else make(ZERO[where], precision)
+    plugins: Any = precision_plugins(precision, "cpu", strategy)
     trainer = L.Trainer(
         max_steps=steps, max_epochs=-1, accumulate_grad_batches=accumulate, gradient_clip_val=0.1, accelerator="cpu",
-        devices=2, strategy=strategy, logger=False, **precision_options(precision, "cpu", strategy),
+        devices=2, strategy=strategy, logger=False, precision=None if plugins else precision, plugins=plugins,
         callbacks=[*callbacks, losses], enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, limit_val_batches=0, use_distributed_sampler=False, default_root_dir=folder,
     )  # fmt: skip

@@ -136,7 +136,7 @@ class Precision(Callback):
         self._counts = [sum(elements(t.weight) for t in g.tensors) * trainer.world_size for g in self.groups]
         self._trainer = trainer
         if engine_of(trainer) is not None:
-            self._local = LocalMoments(self._weights, pl_module.device)
+            self._local = LocalMoments(self._weights, pl_module.device, means=True)
         self._set_levels()
 
     def on_before_backward(self, *args: Any) -> None:
