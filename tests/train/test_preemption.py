@@ -153,15 +153,17 @@ def test_wandb_gets_nothing_once_sigterm_has_ended_its_process(tmp_path):
 
 
 AFTER_SIGTERM = """
-import signal, sys
+import signal, sys, time
 from pathlib import Path
 import psutil
 from qdeepseek.train.loggers import LoggerConfig, wandb_logger
 from qdeepseek.train.stop import StopRequest, close_wandb
+from tests.train.wandb_file import read
 
 stop = StopRequest()
 logger = wandb_logger(LoggerConfig(kind="wandb", offline=True), Path(sys.argv[1]), {}, stop)
 logger.log_metrics({"a": 1.0}, 0)
+time.sleep(3)
 stop.handle(signal.SIGTERM, None)
 ended = [process for process in psutil.Process().children() if process.name().startswith("wandb")]
 assert ended, "W&B has a process"
@@ -172,6 +174,8 @@ logger.log_metrics({"a": 2.0}, 1)
 logger.experiment.log({"b": 1.0})
 logger.experiment.summary["c"] = 1.0
 close_wandb()
+(file,) = Path(sys.argv[1]).glob("wandb/offline-run-*/*.wandb")
+assert read(file).run["run_id"] and read(file).values("a") == [1.0], "what was logged before is in the file"
 """
 
 
