@@ -13,7 +13,7 @@ from qdeepseek.train import slurm
 from tests.slurm.conftest import NODE, ROOT, STEPS, STRATEGIES, WANDB
 from tests.train.wandb_file import attempts
 
-pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.xdist_group("slurm")]
+pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
 
 def recorded_runs(folder: Path) -> list[tuple[str, str]]:
