@@ -31,6 +31,7 @@ from qdeepseek.export.quantization_config import kv_cache_arguments
 from qdeepseek.export.size import export_size
 from qdeepseek.export.sources import FolderSource, ModelSource, SchemeMismatch, Source
 from qdeepseek.export.writer import MANIFEST, ShardWriter, WrittenFile, atomic_folder, require_space, write_json
+from qdeepseek.layers import whole_name
 from qdeepseek.quant import QuantScheme
 from qdeepseek.surgery import QuantizedTensor, Recipe, plan
 from qdeepseek.surgery.kv_cache import caches_latent, kv_cache_of
@@ -105,7 +106,7 @@ def export(
         content = manifest.build(
             model_type=str(model.config.model_type),  # type: ignore[union-attr]
             dtype=DTYPES[dtype],
-            formats={entry.parameter: entry.format for entry in entries},
+            formats={entry.whole: entry.format for entry in entries},
             files=files,
             coverage=_coverage(model, entries, recipe),
             recipe=recipe.to_dict() if recipe else None,
@@ -186,12 +187,15 @@ def _check(model: nn.Module, entries: list[Entry], recipe: Recipe | None, dtype:
 
 
 def _check_recipe(model: nn.Module, recipe: Recipe, tensors: list[QuantizedTensor]) -> None:
-    trained = {tensor.name: (tensor.scheme, tensor.input) for tensor in tensors}
+    trained: dict[str, set[object]] = {}
+    for tensor in tensors:
+        trained.setdefault(whole_name(tensor.name), set()).add((tensor.scheme, tensor.input))
     for name, scheme in plan(model, recipe).tensors.items():
         asked = None if scheme is None else (scheme.weight, scheme.input_of(name))
-        if trained.get(name) != asked:
+        other = trained.get(name, {None}) - {asked}
+        if other:
             raise SchemeMismatch(
-                f"{name} was trained as {trained.get(name) or 'unquantised'}, recipe {recipe.name!r} asks for "
+                f"{name} was trained as {other.pop() or 'unquantised'}, recipe {recipe.name!r} asks for "
                 f"{asked or 'unquantised'}; export with the recipe of the training run, or train this one"
             )
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from qdeepseek.export import names
 from qdeepseek.export.names import Layout
 from qdeepseek.export.quantization_config import ModuleFormat
-from qdeepseek.layers import ActivationQuantizer, WeightQuantizer
+from qdeepseek.layers import ActivationQuantizer, WeightQuantizer, whole_name
 from qdeepseek.surgery import QuantizedTensor, part_of, quantized_tensors
 
 
@@ -42,6 +42,11 @@ class Entry:
     router: bool
     linear: bool
     aliases: tuple[str, ...] = ()
+
+    @property
+    def whole(self) -> str:
+        """The parameter's name in a model whose experts are not in chunks."""
+        return whole_name(self.parameter)
 
     @property
     def format(self) -> ModuleFormat | None:
@@ -82,8 +87,14 @@ class Entry:
 
 
 def entries_of(model: nn.Module) -> list[Entry]:
-    """Entries in model order. Raises ValueError where an adapter has not been merged."""
-    return list(_entries(model))
+    """Entries in model order, chunks of one tensor one after the other, so that they are written as the whole would be.
+
+    Raises ValueError where an adapter has not been merged.
+    """
+    together: dict[str, list[Entry]] = {}
+    for entry in _entries(model):
+        together.setdefault(entry.whole, []).append(entry)
+    return [entry for entries in together.values() for entry in entries]
 
 
 def layout_of(model: nn.Module, entries: list[Entry]) -> Layout:

@@ -5,9 +5,9 @@
     mlp.experts.down_proj     (E, H, I)                 <->  mlp.experts.N.down_proj.weight  (H, I)
 
 Every runtime reads the right-hand side, the names of the original DeepSeek checkpoints, and so does
-transformers' own `save_pretrained`. Mixtral's checkpoint says block_sparse_moe and w1 / w3 / w2. The table
-below is the inverse of transformers/conversion_mapping.py for the families this project quantises; a test
-compares the two.
+transformers' own `save_pretrained`; experts in chunks (layers/expert_chunks.py) are on disk as any others.
+Mixtral's checkpoint says block_sparse_moe and w1 / w3 / w2. The table below is the inverse of
+transformers/conversion_mapping.py for the families this project quantises; a test compares the two.
 """
 
 import re
@@ -47,7 +47,7 @@ LAYOUTS = {
     "mixtral": MIXTRAL,
 }
 
-_FUSED = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)")
+_FUSED = re.compile(r"(.*\.experts)(?:\.from_(?P<first>\d+))?\.(?:gate_up_proj|down_proj)")
 
 
 def layout_of(model_type: str, *, fused: bool = True) -> Layout:
@@ -63,7 +63,7 @@ def layout_of(model_type: str, *, fused: bool = True) -> Layout:
 
 
 def is_fused(parameter: str) -> bool:
-    """True for the 3-D parameter that holds one projection of all experts of a layer."""
+    """True for a 3-D parameter that holds one projection of all experts of a layer, or of a chunk of them."""
     return _FUSED.fullmatch(parameter) is not None
 
 
@@ -75,11 +75,14 @@ def to_checkpoint(parameter: str, layout: Layout) -> str:
 
 
 def expert_module(parameter: str, expert: int, part: str, layout: Layout) -> str:
-    """Checkpoint name of the Linear that holds `part` (gate, up, down) of one expert of a fused parameter."""
+    """Checkpoint name of the Linear that holds `part` (gate, up, down) of one expert of a fused parameter.
+
+    expert: its index in the parameter; in a chunk, `….experts.from_32.down_proj`, 0 is expert 32.
+    """
     match = _FUSED.fullmatch(parameter)
     if match is None:
         raise ValueError(f"{parameter} is no fused experts parameter (…experts.gate_up_proj or .down_proj)")
-    return f"{to_checkpoint(match[1] + '.', layout)}{expert}.{getattr(layout, part)}"
+    return f"{to_checkpoint(match[1] + '.', layout)}{int(match['first'] or 0) + expert}.{getattr(layout, part)}"
 
 
 def parts_of(parameter: str) -> tuple[str, ...]:

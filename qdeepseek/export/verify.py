@@ -217,7 +217,7 @@ def _expected(export: Export, model: nn.Module) -> Iterator[str]:
         yield f"the model's KV cache is {kv_cache_of(model)}, the manifest says {export.manifest.kv_cache}"
     dtype = next(t for t, name in DTYPES.items() if name == export.manifest.dtype)
     for entry in entries_of(model):
-        if (entry.format is None) != (export.manifest.formats.get(entry.parameter) is None):
+        if (entry.format is None) != (export.manifest.formats.get(entry.whole) is None):
             yield f"{entry.parameter} is quantised in one of model and export only"
             continue
         for expert in entry.experts:

@@ -1,7 +1,8 @@
 """Modules that a runtime fuses, hence change their precision together: the unit of the precision scheduler.
 
     q/k/v, q_a/kv_a, gate/up      members of one FUSION_GROUPS line under the same parent
-    all experts of a layer        one fused module, or every `experts.N.*` of a checkpoint with Linear experts
+    all experts of a layer        one fused module, its chunks, or every `experts.N.*` of a checkpoint with Linear
+                                  experts
     anything else                 a group of its own
 
 `keep_levels` turns levels into a recipe: one rule for each raised module, by its exact name, before all others, so
@@ -22,7 +23,7 @@ from qdeepseek.surgery.plan import plan
 from qdeepseek.surgery.prepare import QuantizedTensor, prepare, quantized_tensors, restore_weights
 from qdeepseek.surgery.recipe import Recipe, Rule, TensorScheme
 
-_EXPERT = re.compile(r"((?:.*\.)?experts)\.\d+\.\w+")
+_EXPERT = re.compile(r"((?:.*\.)?experts)\.(?:\d+\.\w+|from_\d+)")
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ Only shapes and names are read, so a 671 B model on the meta device is planned i
 and reported in one CoverageError, the first of each kind in full.
 """
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from qdeepseek.layers import ActivationQuantizer, QuantEmbedding, QuantLinear, WeightQuantizer
+from qdeepseek.layers import ActivationQuantizer, QuantEmbedding, QuantLinear, WeightQuantizer, whole_name
 from qdeepseek.surgery.coverage import Coverage, CoverageError, PlannedTensor
 from qdeepseek.surgery.families import FUSION_GROUPS, NEVER_QUANTIZED, is_fused_experts, part_of
 from qdeepseek.surgery.recipe import Recipe, Rule, TensorScheme
@@ -69,7 +70,7 @@ def assign(model: nn.Module, recipe: Recipe) -> list[Assignment]:
     assignments: list[Assignment] = []
     used: set[int] = set()
     for name, module in owners(model):
-        index = next((i for i, rule in enumerate(recipe.rules) if rule.matches(name)), None)
+        index = next((i for i, rule in enumerate(recipe.rules) if rule.matches(whole_name(name))), None)
         rule = None if index is None else recipe.rules[index]
         if index is not None:
             used.add(index)
@@ -102,8 +103,8 @@ def weights_of(name: str, module: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def coverage_of(assignments: list[Assignment], recipe: Recipe) -> Coverage:
-    """Counts what `assign` decided."""
-    planned: list[PlannedTensor] = []
+    """Counts what `assign` decided; chunks of experts are counted as the whole that they are of."""
+    planned: dict[str, PlannedTensor] = {}
     seen: set[int] = set()
     for a in assignments:
         quantised = {name for name, _ in weights_of(a.name, a.module)} if a.scheme else set()
@@ -114,9 +115,12 @@ def coverage_of(assignments: list[Assignment], recipe: Recipe) -> Coverage:
             name = f"{a.name}.{key}" if a.name else key
             scheme = a.scheme if name in quantised else None
             kind = _class(a.module) + (" bias" if key == "bias" else "")
-            planned.append(PlannedTensor(name, tuple(parameter.shape), parameter.numel(), a.part, kind, scheme))
+            whole, shape = whole_name(name), tuple(parameter.shape)
+            if whole in planned and whole != name:
+                shape = (planned[whole].shape[0] + shape[0], *shape[1:])
+            planned[whole] = PlannedTensor(whole, shape, math.prod(shape), a.part, kind, scheme)
     unmatched = tuple(a.name for a in assignments if a.rule is None and isinstance(a.module, nn.Linear | nn.Embedding))
-    return Coverage(recipe.name, tuple(planned), unmatched)
+    return Coverage(recipe.name, tuple(planned.values()), unmatched)
 
 
 def _class(module: nn.Module) -> str:
@@ -189,7 +193,7 @@ def _check_rules_used(assignments: list[Assignment], recipe: Recipe, used: set[i
     for index, rule in enumerate(recipe.rules):
         if rule.optional or index in used:
             continue
-        taken = [a for a in assignments if rule.matches(a.name)]
+        taken = [a for a in assignments if rule.matches(whole_name(a.name))]
         if taken:
             why = f"everything it matches is taken by an earlier rule ({taken[0].name} by {taken[0].rule})"
         else:

@@ -32,6 +32,9 @@ class ModelConfig:
 
     Exactly one of `path` (a `save_pretrained` folder, a hub name, or `tiny` for the shipped model) and
     `scratch` (arguments of the model's configuration class, with `model_type`) is set.
+
+    expert_chunks: routed experts of a layer are trained in this many chunks, each gathered and fake-quantised by
+    itself. For a model that is streamed into ZeRO-3 partitions (partitioned.py); whole ones have no use for it.
     """
 
     path: str | None = None
@@ -40,6 +43,7 @@ class ModelConfig:
     revision: str | None = None
     gradient_checkpointing: bool = False
     attention: str = "sdpa"
+    expert_chunks: int = 1
 
     def __post_init__(self) -> None:
         if (self.path is None) == (self.scratch is None):
@@ -49,6 +53,8 @@ class ModelConfig:
                 f"attention {self.attention!r} is unknown; use one of {', '.join(ATTENTION)} (transformers' eager "
                 f"attention adds a boolean mask to the scores, so packed documents would see each other)"
             )
+        if not isinstance(self.expert_chunks, int) or self.expert_chunks < 1:
+            raise ValueError(f"expert_chunks {self.expert_chunks} must be a whole number, at least 1")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype {self.dtype!r} is unknown; use one of {', '.join(DTYPES)}")
 

@@ -28,7 +28,15 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfi
 from qdeepseek.export import names
 from qdeepseek.export.sources import STATE, FolderSource, slice_quantizer
 from qdeepseek.layers import WeightQuantizer
-from qdeepseek.surgery import QuantizedTensor, Recipe, autocast_experts, is_fused_experts, prepare, quantized_tensors
+from qdeepseek.surgery import (
+    QuantizedTensor,
+    Recipe,
+    autocast_experts,
+    chunk_experts,
+    is_fused_experts,
+    prepare,
+    quantized_tensors,
+)
 from qdeepseek.surgery.fp8 import check_trainable
 from qdeepseek.train.config import ConfigError
 from qdeepseek.train.models import DTYPES, ModelConfig, checkpoint_folder, keeps_fp32, read_config
@@ -62,7 +70,7 @@ def load_partitioned(config: ModelConfig, recipe: Recipe | None, zero_config: Ma
 
 
 def skeleton(config: ModelConfig) -> PreTrainedModel:
-    """The model as `load_model` builds it, its parameters on the meta device and its buffers real."""
+    """The model as `load_model` builds it, its experts in chunks, parameters on the meta device and buffers real."""
     if config.scratch is not None:
         raise ConfigError("model.scratch has no checkpoint to stream; pretrain it first, or load it whole (load_model)")
     folder, settings = checkpoint_folder(config), read_config(config)
@@ -71,6 +79,10 @@ def skeleton(config: ModelConfig) -> PreTrainedModel:
         del settings.quantization_config
     model = empty_model(settings, DTYPES[config.dtype], config.attention)
     autocast_experts(model)
+    try:
+        chunk_experts(model, config.expert_chunks)
+    except ValueError as error:
+        raise ConfigError(f"model.{error}") from error
     if model.can_generate() and (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     return model

@@ -176,6 +176,11 @@ class Run:
 
 def check(run: Run) -> Coverage:
     """Coverage of the base by the recipe; raises CoverageError or ConfigError before any training."""
+    if run.model.expert_chunks > 1 and not run.streams:
+        raise ConfigError(
+            f"model.expert_chunks {run.model.expert_chunks} is for a checkpoint that is streamed into partitions: use "
+            f"strategy=zero3 or zero3_offload without rotation, GPTQ's codes and LoRA, or set model.expert_chunks=1"
+        )
     model = skeleton(run.model) if run.streams else run.load("base")
     coverage = plan(model, run.recipe)
     layout_of(str(model.config.model_type), fused=coverage.expert_share is not None)

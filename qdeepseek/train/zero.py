@@ -40,6 +40,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
 
+from qdeepseek.layers import ExpertChunks
 from qdeepseek.surgery.families import is_fused_experts
 from qdeepseek.train.checkpoints import COMPLETE
 from qdeepseek.train.config import ConfigError
@@ -193,12 +194,13 @@ class Zero(DeepSpeedStrategy):
 
 
 def mark_leaves(model: nn.Module) -> None:
-    """Make every module that holds fused experts a leaf of ZeRO-3."""
+    """Make every module that holds fused experts a leaf of ZeRO-3, and every chunk of experts one of its own."""
     from deepspeed.utils import set_z3_leaf_module
 
     for module in list(model.modules()):
-        if any(is_fused_experts(child) for child in module.children()):
-            set_z3_leaf_module(module, True)
+        experts = [child for child in module.children() if is_fused_experts(child)]
+        for leaf in experts if isinstance(module, ExpertChunks) else [module] if experts else []:
+            set_z3_leaf_module(leaf, True)
 
 
 @rank_zero_only

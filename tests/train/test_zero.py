@@ -23,7 +23,7 @@ STAGES = ("zero1", "zero2", "zero3")
 PLAN = {
     "everything": ["ddp", *STAGES], "decisions": ["ddp", *STAGES], "cage": ["ddp", "zero2", "zero3"],
     "lora": ["ddp", "zero2", "zero3"], "lowering": ["zero2", "zero3"], "disjoint": ["zero1", "zero3", "zero3_offload"],
-    "mixed": ["ddp", "zero2", "zero3"], "broken": ["zero3"],
+    "mixed": ["ddp", "zero2", "zero3"], "broken": ["zero3"], "chunks": ["zero2", "zero3", "zero3_offload"],
 }  # fmt: skip
 
 
@@ -129,6 +129,16 @@ def test_ranks_that_use_other_experts_do_not_wait_for_one_another(found):
         whole, *parts = (found["disjoint"][rank][stage] for stage in PLAN["disjoint"])
         for part in parts:
             assert part["losses"] == pytest.approx(whole["losses"], abs=1e-5)
+
+
+@pytest.mark.slow
+def test_experts_in_chunks_train_as_whole_ones_do(found):
+    for rank in range(2):
+        whole, *parts = (found["chunks"][rank][where] for where in PLAN["chunks"])
+        for part in parts:
+            assert part["losses"] == pytest.approx(whole["losses"], abs=1e-5)
+            assert largest_difference(part["weights"], whole["weights"]) < 1e-3
+            assert len(part["names"]) > len(whole["names"]) and part["guard"] == whole["guard"] == []
 
 
 @pytest.mark.slow

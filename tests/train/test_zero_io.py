@@ -156,7 +156,7 @@ def hashes(folder: Path) -> dict[str, str]:
 @pytest.mark.slow
 def test_partitions_of_a_checkpoint_are_those_of_a_whole_load(job):
     assert job[1]["load"] == {case: [] for case in job[1]["load"]}
-    assert len(job[1]["load"]) == 6
+    assert len(job[1]["load"]) == 7
     assert "model.layers.2.mlp.experts.5.up_proj.weight (missing)" in job[1]["broken"]
 
 
@@ -170,7 +170,7 @@ def test_a_rank_holds_its_share_and_a_few_tensors(job):
 
 @pytest.mark.slow
 def test_a_gathered_save_is_save_pretrained(job):
-    assert job[1]["save"] == {"v3": [], "qwen2": []}
+    assert job[1]["save"] == {"v3 4": [], "qwen2 1": []}
 
 
 @pytest.mark.slow
@@ -180,14 +180,15 @@ def test_training_goes_on_from_partitions_as_from_a_whole_model(job):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", ["zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("stage", ["zero1", "zero2", "zero3", "streamed"])
 def test_every_kind_of_checkpoint_exports_to_the_bytes_of_one_process(job, stage):
     run = job[0] / stage
     done = CliRunner().invoke(app, ["export", str(run)])
     assert done.exit_code == 0, done.output
-    assert ("ZeRO-3 of 2 ranks" if stage == "zero3" else "ZeRO-1 or 2") in done.output
+    assert ("ZeRO-3 of 2 ranks" if stage in ("zero3", "streamed") else "ZeRO-1 or 2") in done.output
     found = hashes(run / "export" / "compressed_tensors")
-    assert found == hashes(export_saved(run, run / "plain.ckpt", run / "plain").result.folder)
+    if stage != "streamed":  # its experts are in chunks, those of plain.ckpt whole
+        assert found == hashes(export_saved(run, run / "plain.ckpt", run / "plain").result.folder)
     settings = read_run(run)
     model = load_model(settings.model)
     start = {name: tensor.clone() for name, tensor in model.state_dict().items()}

@@ -19,7 +19,7 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, PreTrainedModel
 
-from qdeepseek.surgery import Recipe, plan, prepare
+from qdeepseek.surgery import Recipe, chunk_experts, plan, prepare
 from qdeepseek.train import qat
 from qdeepseek.train import strategy as strategies
 from qdeepseek.train.artifacts import open_folder
@@ -32,6 +32,7 @@ from qdeepseek.train.run import build_trainer, fit
 from qdeepseek.train.save import save_model
 from qdeepseek.train.saved import open_checkpoint
 from qdeepseek.train.zero import ZeroConfig, deepspeed_config, import_deepspeed
+from tests.surgery.test_chunks import by_whole_name
 
 CONF = Path(__file__).parents[2] / "conf"
 
@@ -63,10 +64,13 @@ def different(model: PreTrainedModel, reference: PreTrainedModel) -> list[str]:
     return found + [f"{name} missing" for name in expected if name not in tied]
 
 
-def check_load(path: Path, dtype: str, method: dict[str, Any] | None, zero: dict[str, Any]) -> list[str]:
-    config = ModelConfig(path=str(path), dtype=dtype)
+def check_load(
+    path: Path, dtype: str, method: dict[str, Any] | None, zero: dict[str, Any], chunks: int = 1
+) -> list[str]:
+    config = ModelConfig(path=str(path), dtype=dtype, expert_chunks=chunks)
     chosen = None if method is None else recipe(method)
     model, reference = load_partitioned(config, chosen, zero), load_model(config)
+    chunk_experts(reference, chunks)
     if chosen is not None:
         prepare(reference, chosen)
     wrong = different(model, reference)
@@ -79,9 +83,10 @@ def check_load(path: Path, dtype: str, method: dict[str, Any] | None, zero: dict
     return wrong
 
 
-def check_save(path: Path, dtype: str, folder: Path, zero: dict[str, Any]) -> list[str]:
+def check_save(path: Path, dtype: str, folder: Path, zero: dict[str, Any], chunks: int = 1) -> list[str]:
     """`save_gathered` against `save_pretrained` of one process: the same tensors and the same files beside them."""
-    config, tokenizer = ModelConfig(path=str(path), dtype=dtype), AutoTokenizer.from_pretrained(path)
+    config = ModelConfig(path=str(path), dtype=dtype, expert_chunks=chunks)
+    tokenizer = AutoTokenizer.from_pretrained(path)
     gathered, alone = folder / "gathered", folder / "alone"
     model = load_partitioned(config, None, zero)
     save_gathered(model, tokenizer, gathered, max_shard_bytes=500_000)
@@ -143,8 +148,11 @@ def train(config: dict[str, Any], folder: Path) -> float:
 
 
 def train_partitioned(config: dict[str, Any], folder: Path) -> float:
-    """The same stage, its student streamed into partitions instead of built whole."""
-    run = qat.Run.from_config({**config, "run_dir": str(folder)})
+    """The same stage, its student streamed into partitions instead of built whole, experts in four chunks; leaves its
+    state under the names of whole experts."""
+    config = {**config, "run_dir": str(folder), "model": {**config["model"], "expert_chunks": 4}}
+    run = qat.Run.from_config(config)
+    open_folder(run.folder, run.config, qat.check(run), ranks=2)
     torch.manual_seed(0)
     trainer = build_trainer(replace(run.trainer, steps=run.qat_steps), folder, "qat",
                             strategy=strategies.make(run.strategy, run.trainer.precision))  # fmt: skip
@@ -152,7 +160,11 @@ def train_partitioned(config: dict[str, Any], folder: Path) -> float:
     student = load_partitioned(run.model, run.recipe, trainer.strategy.config)
     run.methods["kv_cache"].attach(run, student)
     module = FineTune(student, run.qat_optim, run.qat_steps, stage="qat")
-    return fit(trainer, module, run.data.module(), folder, "qat")["qat/loss"]
+    loss = fit(trainer, module, run.data.module(), folder, "qat")["qat/loss"]
+    state = by_whole_name({f"model.{name}": tensor.clone() for name, tensor in whole_tensors(student)})
+    if dist.get_rank() == 0:
+        torch.save({"state_dict": state, "global_step": run.qat_steps}, folder / "plain.ckpt")
+    return loss
 
 
 class Wrapped(torch.nn.Module):
@@ -201,13 +213,14 @@ def main(folder: Path, overrides: list[str]) -> None:
     found: dict[str, Any] = {"load": {}, "loss": {}, "seconds": {}}
     start = time.perf_counter()
     learned, mse = {"kind": "mse", "learned": True, "mse_grid": 8}, {"kind": "mse", "mse_grid": 8}
-    for name, dtype, method in (
-        ("v3", "float32", learned), ("v3", "bfloat16", mse), ("qwen2", "bfloat16", learned), ("qwen2", "float32", None),
-        ("fp8", "float32", None), ("fp8", "bfloat16", mse),
+    for name, dtype, method, chunks in (
+        ("v3", "float32", learned, 1), ("v3", "bfloat16", mse, 1), ("v3", "float32", learned, 4),
+        ("qwen2", "bfloat16", learned, 1), ("qwen2", "float32", None, 1),
+        ("fp8", "float32", None, 1), ("fp8", "bfloat16", mse, 2),
     ):  # fmt: skip
-        found["load"][f"{name} {dtype} {method}"] = check_load(folder / name, dtype, method, zero)
-    found["save"] = {name: check_save(folder / name, "bfloat16", folder / f"saved_{name}", zero)
-                     for name in ("v3", "qwen2")}  # fmt: skip
+        found["load"][f"{name} {dtype} {method} {chunks}"] = check_load(folder / name, dtype, method, zero, chunks)
+    found["save"] = {f"{name} {chunks}": check_save(folder / name, "bfloat16", folder / f"saved_{name}", zero, chunks)
+                     for name, chunks in (("v3", 4), ("qwen2", 1))}  # fmt: skip
     try:
         load_partitioned(ModelConfig(path=str(folder / "broken")), None, zero)
     except ConfigError as error:

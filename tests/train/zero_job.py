@@ -10,7 +10,7 @@ import lightning as L
 import torch
 from transformers import DeepseekV3ForCausalLM
 
-from qdeepseek.surgery import Recipe, prepare
+from qdeepseek.surgery import Recipe, chunk_experts, prepare
 from qdeepseek.train.callbacks.compensation_cage import Cage
 from qdeepseek.train.callbacks.compensation_seed import SeedCompensation
 from qdeepseek.train.callbacks.fake_quant import FakeQuant
@@ -25,6 +25,7 @@ from qdeepseek.train.module import FineTune
 from qdeepseek.train.run import precision_plugins
 from qdeepseek.train.strategy import make
 from qdeepseek.train.zero import ZeroConfig, gathered
+from tests.surgery.test_chunks import by_whole_name
 from tests.train.test_config import composed
 from tests.train.test_guard import EXPERTS, NORM, data_module, poison
 
@@ -51,12 +52,15 @@ class OwnExperts(L.Callback):
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         for module in pl_module.model.modules():
             if hasattr(module, "e_score_correction_bias"):
-                module.e_score_correction_bias.zero_()[4 * trainer.global_rank : 4 * trainer.global_rank + 4] = 100.0
+                module.e_score_correction_bias.zero_()[4 * trainer.global_rank : 4 * trainer.global_rank + 4] = (
+                    2.0  # scores are below 1
+                )
 
 
-def student_of(folder: str, **method: Any) -> Any:
+def student_of(folder: str, chunks: int = 1) -> Any:
     torch.manual_seed(0)
     model = DeepseekV3ForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    chunk_experts(model, chunks)
     prepare(model, Recipe.from_config(composed("run_dir=x")["quant"]))
     return model
 
@@ -156,6 +160,19 @@ def disjoint(where: str, model: str, folder: Path) -> dict[str, Any]:
     return fit(where, student_of(model), [FakeQuant(), OwnExperts()], folder, steps=2)
 
 
+def chunks(where: str, model: str, folder: Path) -> dict[str, Any]:
+    """Experts whole at stage 2, in four chunks at stage 3, two of which no token of this rank chooses; the methods that
+    reach into experts, a teacher in chunks too, gradient checkpointing, accumulation."""
+    number = 1 if where == "zero2" else 4
+    student, teacher = student_of(model, number), DeepseekV3ForCausalLM.from_pretrained(model, dtype=torch.float32)
+    student.gradient_checkpointing_enable({"use_reentrant": False})
+    chunk_experts(teacher, number)
+    guard = Guard(patience=2)
+    callbacks = [FakeQuant(), OwnExperts(), SeedCompensation(), Routing(entropy={"weight": 0.5}), guard]
+    found = fit(where, student, callbacks, folder, steps=3, accumulate=2, teacher=teacher)
+    return {**found, "weights": by_whole_name(found["weights"]), "guard": guard.events}
+
+
 def mixed(where: str, model: str, folder: Path) -> dict[str, Any]:
     return fit(where, student_of(model), [FakeQuant()], folder, steps=2, precision="bf16-mixed")
 
@@ -171,7 +188,7 @@ def lora(where: str, model: str, folder: Path) -> dict[str, Any]:
     return found
 
 
-CASES |= {"lora": lora, "cage": cage, "lowering": lowering, "disjoint": disjoint, "mixed": mixed}
+CASES |= {"lora": lora, "cage": cage, "lowering": lowering, "disjoint": disjoint, "mixed": mixed, "chunks": chunks}
 
 
 def main(model: str, folder: Path, plan: dict[str, list[str]]) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from qdeepseek.compensate.history import observe_, update_
 from qdeepseek.compensate.tokens import Compensated, Tokens
+from qdeepseek.layers import whole_name
 from qdeepseek.routing.ranks import sum_over_ranks
 from qdeepseek.surgery import is_fused_experts, plan
 from qdeepseek.train.callbacks.compensation_points import Point, find_points, place_hooks
@@ -53,7 +54,7 @@ class GradientCompensation(Callback):
         """Raises ConfigError for fused experts that stay unquantised: no hook reaches into them."""
         tensors = plan(model, run.recipe).tensors
         for name, module in model.named_modules():
-            if is_fused_experts(module) and tensors.get(f"{name}.down_proj") is None:
+            if is_fused_experts(module) and tensors.get(f"{whole_name(name)}.down_proj") is None:
                 raise ConfigError(
                     f"method.compensation: recipe {run.recipe.name} leaves {name} unquantised, and gradients inside of "
                     f"fused experts are reached through quantisers; give it a scheme, or set method/compensation=off"

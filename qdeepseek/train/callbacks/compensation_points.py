@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from qdeepseek.compensate.tokens import PerExpert, Tokens, Whole
-from qdeepseek.layers import tap_experts
+from qdeepseek.layers import tap_experts, whole_name
 from qdeepseek.surgery.families import is_fused_experts, part_of
 
 # (number of the point, gradient, its tokens) -> compensated gradient
@@ -39,14 +39,14 @@ class Point(NamedTuple):
 def find_points(model: nn.Module) -> list[Point]:
     """Points of a model in module order, vision towers and multi-token prediction left out.
 
-    Experts that are a list of modules (remote code) share the log entry of their list, without their numbers.
+    Experts that are a list of modules (remote code, chunks) share the log entry of their list, without their numbers.
     """
     embedding = model.get_input_embeddings()  # type: ignore[operator]
     found = []
     for name, module in model.named_modules():
         if part_of(name, module) in ("vision", "aligner", "mtp"):
             continue
-        short = _EXPERT_NUMBER.sub(".experts", name).replace(".base_layer", "")  # put in by adapters of peft
+        short = _EXPERT_NUMBER.sub(".experts", whole_name(name)).replace(".base_layer", "")  # put in by peft's adapters
         if module is embedding:
             found.append(Point("embedding", short, module, 1))
         elif is_fused_experts(module):
