@@ -75,6 +75,14 @@ def _projections(a: Architecture, b: Bytes) -> float:
 
 def _moe(a: Architecture, b: Bytes) -> float:
     router = (a.hidden * 4 if b.compute == 2 and not b.copies else 0) + a.experts * 4 + 8 * a.top_k
-    routed = a.top_k * ((2 * a.hidden + 4 * a.expert) * b.compute + 3 * 8 + 4)
     shared = (_inputs(a.hidden, 2, b) if a.shared else _inputs(a.hidden, 1, b)) + 4 * a.shared * b.compute
-    return _norm(a.hidden, b) + router + routed + shared
+    return _norm(a.hidden, b) + router + _routed(a, b) + shared
+
+
+def routed(a: Architecture, arithmetic: Arithmetic) -> float:
+    """The share of a layer's routed experts in `saved`."""
+    return _routed(a, KINDS[arithmetic])
+
+
+def _routed(a: Architecture, b: Bytes) -> float:
+    return a.top_k * ((2 * a.hidden + 4 * a.expert) * b.compute + 3 * 8 + 4)

@@ -7,7 +7,7 @@ Every block b has parameters P_b, saved activations A_b and fake-quantised copie
     ddp            p P        p P          2 p P                 p P (buckets, N > 1)
     zero1          p P        p P          16 P / N              2 p bucket
     zero2          p P        p P / N      16 P / N              2 p bucket
-    zero3          p P / N    p P / N      16 or 12 P / N        p bucket, p live, and 2 p P_b: a block and its gradient
+    zero3          p P / N    p P / N      16 or 12 P / N        p bucket, p live, and 2 p G_b: what is gathered at once
     zero3_offload  0          0            0                     the same; on the host (p + 16) P / nodes
 
 16: fp32 master weights 4, Adam's two moments 8, the fp32 gradient of the step 4; at stage 3 fp32 weights are their own
@@ -17,13 +17,15 @@ the worst moment is the maximum of
     end of forward   Σ A_b + Σ W_b + head          (head: one chunk of logits, its log-softmax and its gradient)
     backward of b    Σ_{c ≤ b} (A_c + W_c) + gradients of c > b + workspace of b
 With gradient checkpointing A_b is the input of b alone, W_b is 0, and the workspace holds the recomputed block.
+G_b is P_b, or with routed experts in chunks (at stage 3) the rest of the block and one chunk. A chunk is always
+recomputed: of the experts' A_b and W_b the workspace holds one chunk's.
 """
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from qdeepseek.plan.activations import KINDS, Arithmetic, saved
+from qdeepseek.plan.activations import KINDS, Arithmetic, routed, saved
 from qdeepseek.plan.architecture import Architecture
 from qdeepseek.plan.blocks import Block, total
 from qdeepseek.quant.grid import PIECE
@@ -152,11 +154,11 @@ def _fixed(blocks: Sequence[Block], job: Job, stage: Stage) -> Memory:
         return replace(memory, communication=2 * bucket)
     if stage == "zero2":
         return replace(memory, gradients=weights / n, communication=2 * bucket)
-    largest = max(blocks, key=lambda b: b.parameters)
-    live = p * max(0, min(job.live, every) - largest.parameters)
+    largest = max(blocks, key=lambda b: b.gathered)
+    live = p * max(0, min(job.live, every) - largest.gathered)
     partitioned = replace(
         memory, weights=weights / n, gradients=weights / n, teacher=memory.teacher / n, scales=24 * scales / n,
-        gathered=2 * (p * largest.parameters + 4 * largest.scales), communication=bucket + live,
+        gathered=2 * (p * largest.gathered + 4 * largest.scales / largest.chunks), communication=bucket + live,
     )  # fmt: skip
     if job.parameter_bytes == 4:
         partitioned = replace(partitioned, optimizer=12 * every / n)
@@ -185,6 +187,9 @@ def _backward(blocks: Sequence[Block], a: Architecture, job: Job, stage: Stage, 
         later = p * sum(b.parameters for b in blocks[index:])
     again = _saved(block, a, job) if job.checkpointing else 0
     copies = _copies(block, job) if job.checkpointing else 0
+    if block.chunked:
+        again += job.tokens * routed(a, job.arithmetic)
+        copies += _chunk_copies(block, job)
     temporary: float = BACKWARD_TEMPORARY * min(block.learned, PIECE)
     if _whole_gradients(job, stage):
         temporary += p * block.largest_parameter
@@ -220,7 +225,8 @@ def _saved(block: Block, a: Architecture, job: Job) -> float:
     arithmetic = job.arithmetic
     if block.name.startswith("layer"):
         kind = a.kinds[int(block.name.split()[1])]
-        return job.tokens * saved(a, kind, arithmetic, job.length, job.fused_attention)
+        every = saved(a, kind, arithmetic, job.length, job.fused_attention)
+        return job.tokens * (every - (routed(a, arithmetic) if block.chunked else 0))
     b = KINDS[arithmetic]
     return job.tokens * a.hidden * (4 + b.normalised + b.compute) if block.name == "head" else 0
 
@@ -230,9 +236,21 @@ def _copies(block: Block, job: Job) -> float:
 
     method.recompute keeps none, except in a block that gradient checkpointing computes again.
     """
+    kept, quantised = block.kept, block.quantised
+    if block.chunked:
+        kept, quantised = kept - block.routed_kept, quantised - block.routed_quantised
+    return _copied(kept, quantised, job, _rebuilds(job))
+
+
+def _chunk_copies(block: Block, job: Job) -> float:
+    """Of one chunk, which its own checkpoint computes again."""
+    return _copied(block.routed_kept / block.chunks, block.routed_quantised / block.chunks, job, False)
+
+
+def _copied(kept: float, quantised: float, job: Job, rebuilt: bool) -> float:
     if job.arithmetic == "mixed":
-        return 2 * (block.kept + (0 if _rebuilds(job) else block.quantised))
-    return 0 if job.cached or _rebuilds(job) else job.parameter_bytes * block.quantised
+        return 2 * (kept + (0 if rebuilt else quantised))
+    return 0 if job.cached or rebuilt else job.parameter_bytes * quantised
 
 
 def _rebuilds(job: Job) -> bool:

@@ -14,7 +14,7 @@ from qdeepseek.export.size import ExportSize, export_size
 from qdeepseek.plan.architecture import Architecture, architecture_of, meta_model
 from qdeepseek.plan.blocks import Block, blocks_of
 from qdeepseek.plan.hardware import Hardware
-from qdeepseek.plan.memory import STAGES, Job, Memory, Stage, memory
+from qdeepseek.plan.memory import FUSED_LAYER, STAGES, Job, Memory, Stage, memory
 from qdeepseek.plan.serving import serving_layers
 from qdeepseek.plan.time import StepTime, active_parameters, step_time
 from qdeepseek.surgery import Coverage, Recipe, prepare
@@ -24,6 +24,7 @@ from qdeepseek.surgery.runtimes import KERNELS, Layer, Refusal, refusals
 from qdeepseek.train.config import ConfigError, ExportConfig, MethodConfig, build
 from qdeepseek.train.methods import split
 from qdeepseek.train.models import DTYPES, ModelConfig
+from qdeepseek.train.partitioned import check_chunks
 from qdeepseek.train.run import TrainerConfig
 from qdeepseek.train.strategy import zero_config
 
@@ -38,6 +39,7 @@ class Plan:
     source: str
     coverage: Coverage
     blocks: tuple[Block, ...]
+    chunked: tuple[Block, ...]
     architecture: Architecture
     job: Job
     hardware: Hardware
@@ -50,11 +52,15 @@ class Plan:
 
     @cached_property
     def memory(self) -> dict[Stage, Memory]:
-        return {stage: memory(self.blocks, self.architecture, self.job, stage) for stage in STAGES}
+        return {stage: memory(self.blocks_at(stage), self.architecture, self.job, stage) for stage in STAGES}
 
     @cached_property
     def time(self) -> dict[Stage, StepTime]:
-        return {s: step_time(self.blocks, self.architecture, self.job, self.hardware, s) for s in STAGES}
+        return {s: step_time(self.blocks_at(s), self.architecture, self.job, self.hardware, s) for s in STAGES}
+
+    def blocks_at(self, stage: Stage) -> tuple[Block, ...]:
+        """The blocks, their experts in chunks where weights are in parts."""
+        return self.chunked if stage in FUSED_LAYER else self.blocks
 
     @cached_property
     def active(self) -> float:
@@ -62,9 +68,8 @@ class Plan:
 
     def other_checkpointing(self, stage: Stage) -> Memory:
         """Memory with gradient checkpointing the other way round."""
-        return memory(
-            self.blocks, self.architecture, replace(self.job, checkpointing=not self.job.checkpointing), stage
-        )
+        job = replace(self.job, checkpointing=not self.job.checkpointing)
+        return memory(self.blocks_at(stage), self.architecture, job, stage)
 
     def fits(self, memory: Memory) -> bool:
         """In a GPU less its reserve, and in the host."""
@@ -93,7 +98,8 @@ class Plan:
             }  # fmt: skip
         return {
             "model": self.model, "configuration": self.source, "coverage": coverage,
-            "active_parameters": self.active, "job": asdict(self.job), "hardware": asdict(self.hardware),
+            "active_parameters": self.active, "expert_chunks": self.chunked[0].chunks,
+            "job": asdict(self.job), "hardware": asdict(self.hardware),
             "chosen": self.chosen, "stages": stages,
             "export": {**self.size.to_dict(), "copied": self.extra_bytes, "dtype": self.dtype},
             "tp": self.tp, "layers": [asdict(layer) for layer in self.layers],
@@ -119,6 +125,7 @@ def make_plan(config: Mapping[str, Any], chosen: str) -> Plan:
     except ValueError as error:
         raise ConfigError(str(error)) from error
     model, source = meta_model(model_config)
+    check_chunks(model, model_config.expert_chunks)
     coverage = cover(model, recipe)
     architecture = architecture_of(model)
     prepare(model, recipe, initialize=False)
@@ -130,7 +137,8 @@ def make_plan(config: Mapping[str, Any], chosen: str) -> Plan:
         raise ConfigError(f"tp {tp} must be a whole number, at least 1")
     return Plan(
         model=str(model_config.path or "scratch"), source=source, coverage=coverage, blocks=blocks_of(coverage),
-        architecture=architecture, job=job, hardware=build(Hardware, config["hardware"], "hardware"),
+        chunked=blocks_of(coverage, model_config.expert_chunks), architecture=architecture, job=job,
+        hardware=build(Hardware, config["hardware"], "hardware"),
         size=export_size(entries_of(model), DTYPES[dtype]), extra_bytes=extra, tp=tp, dtype=dtype, chosen=chosen,
         notes=tuple(n for n in (note, *_notes(job, architecture, groups)) if n),
     )  # fmt: skip

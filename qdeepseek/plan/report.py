@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from qdeepseek.plan.memory import STAGES, Memory
 from qdeepseek.plan.plan import Plan
+from qdeepseek.plan.remedies import chosen_stage, remedies
 from qdeepseek.surgery.runtimes import KERNELS, Refusal
 
 PARTS = (
@@ -31,7 +32,8 @@ def _head(plan: Plan) -> str:
         f"{plan.model} ({plan.source}): {plan.coverage.parameters:,} parameters, {plan.active:,.0f} met by a token",
         f"{job.nodes} × {job.gpus} {hardware.name}, strategy {plan.chosen}, {job.precision}, "
         f"{job.batch} × {job.length} tokens a rank and micro-batch, {job.accumulate} micro-batches a step, "
-        f"gradient checkpointing {'on' if job.checkpointing else 'off'}, teacher {'on' if job.teacher else 'off'}",
+        f"gradient checkpointing {'on' if job.checkpointing else 'off'}, teacher {'on' if job.teacher else 'off'}"
+        + (f", routed experts in {plan.chunked[0].chunks} chunks at stage 3" if plan.architecture.experts else ""),
         *(f"note: {note}" for note in plan.notes),
     ]
     return "\n".join(lines)
@@ -56,7 +58,17 @@ def _memory(plan: Plan) -> str:
         f"A GPU has {gigabytes(hardware.memory)} GB, of which CUDA, NCCL and fragments are taken to need "
         f"{gigabytes(hardware.reserve)}; a node's host {gigabytes(hardware.host_memory)}."
     )
-    return f"{columns(rows)}\n{limit}"
+    return "\n".join([columns(rows), limit, *_advice(plan)])
+
+
+def _advice(plan: Plan) -> list[str]:
+    stage = chosen_stage(plan)
+    if plan.fits(plan.memory[stage]):
+        return []
+    found = remedies(plan)
+    if not found:
+        return [f"{stage} does not fit, and no single change makes it: take another model, or train adapters alone."]
+    return [f"{stage} does not fit. What would: {'; '.join(found)}."]
 
 
 def _fit(plan: Plan, memory: Memory) -> str:

@@ -9,6 +9,7 @@ T tokens of a micro-batch on one rank, a micro-batches a step, n nodes of g GPUs
                  every rank and in every forward and backward: data parallelism does not divide them
     collective   of B bytes over all ranks: max(B (N-1)/N / link, B (n-1)/n / (g network)), since each GPU takes B
                  through its link and each node through its g ports; an all-reduce is two
+Routed experts in chunks (at stage 3) are computed, fake-quantised and gathered once more forward.
 Communication of a step, in units of the parameters' bytes p P, times a where it is done for every micro-batch:
     ddp 2    zero1 1 + 1    zero2 a + 1    zero3 and zero3_offload a (1 gradients + 2 weights + 1 with checkpointing)
 The truth lies between max(computing, communicating) and their sum: with full overlap, and with none.
@@ -79,7 +80,8 @@ def operations(blocks: Sequence[Block], a: Architecture, job: Job) -> float:
     """Operations of one micro-batch on one rank."""
     passes = 3 + (1 if job.checkpointing else 0) + (1 if job.teacher else 0)
     attention = len(a.kinds) * a.heads * (a.query + a.value) * job.length / 2
-    return 2 * job.tokens * passes * (active_parameters(blocks, a) + attention)
+    again = sum(b.routed for b in blocks if b.chunked) * a.top_k / max(a.experts, 1)
+    return 2 * job.tokens * (passes * (active_parameters(blocks, a) + attention) + again)
 
 
 def _matrix_seconds(blocks: Sequence[Block], a: Architecture, job: Job, hardware: Hardware) -> float:
@@ -90,9 +92,10 @@ def _matrix_seconds(blocks: Sequence[Block], a: Architecture, job: Job, hardware
 def fake_quant_bytes(blocks: Sequence[Block], job: Job) -> float:
     """Of one micro-batch; with the cache the forward's passes are shared by the micro-batches of a step."""
     quantised = total(blocks, "quantised")
+    again = 0 if job.cached else sum(b.routed_quantised for b in blocks if b.chunked)
     learned = quantised if total(blocks, "scales") else 0
     forwards = 1 / job.accumulate if job.cached else 2 if job.checkpointing or job.recompute else 1
-    return PASS_BYTES * (FORWARD_PASSES * forwards * quantised + BACKWARD_PASSES * learned)
+    return PASS_BYTES * (FORWARD_PASSES * (forwards * quantised + again) + BACKWARD_PASSES * learned)
 
 
 def traffic(blocks: Sequence[Block], job: Job, stage: Stage) -> float:
@@ -102,7 +105,8 @@ def traffic(blocks: Sequence[Block], job: Job, stage: Stage) -> float:
         return 0.0
     if stage in FUSED_LAYER:
         weights = 2 + (1 if job.checkpointing else 0) + (1 if job.teacher else 0)
-        return size * job.accumulate * (1 + weights)
+        again = job.parameter_bytes * sum(b.routed for b in blocks if b.chunked)
+        return job.accumulate * (size * (1 + weights) + again)
     return size * {"ddp": 2, "zero1": 2, "zero2": job.accumulate + 1}[stage]
 
 
@@ -119,6 +123,8 @@ def _host_seconds(blocks: Sequence[Block], job: Job, hardware: Hardware) -> floa
     Adam reads gradient, master weight and two moments in fp32, and writes three of them and the weight: 28 + p bytes.
     """
     part = job.parameter_bytes * total(blocks, "parameters") / job.ranks
+    again = job.parameter_bytes * sum(b.routed for b in blocks if b.chunked) / job.ranks
     uses = job.accumulate * (3 + (1 if job.checkpointing else 0) + (1 if job.teacher else 0)) + 1
     optimizer = (28 + job.parameter_bytes) * total(blocks, "parameters") / job.nodes / hardware.host_bandwidth
-    return part * uses / (hardware.host_link * hardware.efficiency) + optimizer / hardware.efficiency
+    moved = part * uses + job.accumulate * again
+    return (moved / hardware.host_link + optimizer) / hardware.efficiency

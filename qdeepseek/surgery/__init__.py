@@ -1,6 +1,6 @@
 """Level 3: which module of a model gets which scheme, swapped in place, reported and reversible."""
 
-from qdeepseek.surgery.chunks import chunk_experts
+from qdeepseek.surgery.chunks import check_expert_chunks, chunk_experts
 from qdeepseek.surgery.coverage import Coverage, CoverageError, CoverageRow, PlannedTensor
 from qdeepseek.surgery.families import is_fused_experts, is_mtp_parameter, part_of
 from qdeepseek.surgery.fp8 import dequantize_fp8, load_causal_lm
@@ -19,7 +19,7 @@ from qdeepseek.surgery.recipe import Recipe, Rule, TensorScheme
 
 __all__ = [
     "Coverage", "CoverageError", "CoverageRow", "PlannedTensor", "QuantizedTensor", "Recipe", "Rule", "TensorScheme",
-    "autocast_experts", "chunk_experts", "dequantize_fp8", "initialize_quantizers", "is_fused_experts",
-    "is_mtp_parameter", "load_causal_lm", "part_of", "plan", "prepare", "quantized_tensors",
+    "autocast_experts", "check_expert_chunks", "chunk_experts", "dequantize_fp8", "initialize_quantizers",
+    "is_fused_experts", "is_mtp_parameter", "load_causal_lm", "part_of", "plan", "prepare", "quantized_tensors",
     "register_experts_implementations", "restore", "untie",
 ]  # fmt: skip

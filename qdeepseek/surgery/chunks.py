@@ -16,12 +16,19 @@ from qdeepseek.surgery.families import is_fused_experts
 def chunk_experts(model: nn.Module, chunks: int) -> None:
     """Splits the routed experts of every layer into `chunks` of equal size, in place; 1 changes nothing.
 
-    Raises ValueError for a model without fused experts, and for a number that does not divide that of the experts.
+    Raises ValueError, see `check_expert_chunks`, before anything is changed.
     """
-    if chunks == 1:
-        return
-    found = [(name, module) for name, module in model.named_modules() if is_fused_experts(module)]
-    if not found:
+    check_expert_chunks(model, chunks)
+    for name, module in _fused(model) if chunks > 1 else []:
+        size = int(module.num_experts) // chunks
+        firsts = range(0, size * chunks, size)
+        model.set_submodule(name, ExpertChunks({first: _chunk(module, first, size) for first in firsts}))
+
+
+def check_expert_chunks(model: nn.Module, chunks: int) -> None:
+    """Raises ValueError for a model without fused experts, and for a number that does not divide theirs."""
+    found = _fused(model)
+    if chunks > 1 and not found:
         raise ValueError(f"expert_chunks {chunks}: the model has no fused routed experts; leave it at 1")
     for name, module in found:
         experts = int(module.num_experts)
@@ -31,10 +38,10 @@ def chunk_experts(model: nn.Module, chunks: int) -> None:
                 f"expert_chunks {chunks} does not divide the {experts} experts of {name}; use one of "
                 f"{', '.join(map(str, divisors))}"
             )
-    for name, module in found:
-        size = int(module.num_experts) // chunks
-        firsts = range(0, size * chunks, size)
-        model.set_submodule(name, ExpertChunks({first: _chunk(module, first, size) for first in firsts}))
+
+
+def _fused(model: nn.Module) -> list[tuple[str, Any]]:
+    return [(name, module) for name, module in model.named_modules() if is_fused_experts(module)]
 
 
 def _chunk(experts: Any, first: int, size: int) -> nn.Module:

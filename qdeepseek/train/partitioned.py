@@ -32,6 +32,7 @@ from qdeepseek.surgery import (
     QuantizedTensor,
     Recipe,
     autocast_experts,
+    check_expert_chunks,
     chunk_experts,
     is_fused_experts,
     prepare,
@@ -79,13 +80,19 @@ def skeleton(config: ModelConfig) -> PreTrainedModel:
         del settings.quantization_config
     model = empty_model(settings, DTYPES[config.dtype], config.attention)
     autocast_experts(model)
-    try:
-        chunk_experts(model, config.expert_chunks)
-    except ValueError as error:
-        raise ConfigError(f"model.{error}") from error
+    check_chunks(model, config.expert_chunks)
+    chunk_experts(model, config.expert_chunks)
     if model.can_generate() and (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     return model
+
+
+def check_chunks(model: nn.Module, chunks: int) -> None:
+    """Raises ConfigError unless the routed experts of every layer split into `chunks`."""
+    try:
+        check_expert_chunks(model, chunks)
+    except ValueError as error:
+        raise ConfigError(f"model.{error}") from error
 
 
 def empty_model(settings: PretrainedConfig, dtype: torch.dtype, attention: str = "sdpa") -> PreTrainedModel:

@@ -9,6 +9,7 @@ from qdeepseek.cli import app
 from qdeepseek.plan.compose import conf_folder, configuration
 from qdeepseek.plan.hardware import Hardware
 from qdeepseek.plan.plan import make_plan
+from qdeepseek.plan.remedies import remedies
 from qdeepseek.train.config import ConfigError, build
 from tests.train.test_config import CONF
 
@@ -81,3 +82,35 @@ def test_the_shipped_model_and_its_export_size():
     plan = make_plan(config, chosen)
     assert chosen == "auto" and plan.extra_bytes == 0 and plan.dtype == "bfloat16"
     assert plan.fits(plan.memory["ddp"]) and plan.time["ddp"].communication == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "advice"),
+    [
+        (["model=deepseek_v3", "nodes=32", "strategy=zero3", "model.expert_chunks=1"],
+         "zero3 does not fit. What would: strategy=zero3_offload with model.expert_chunks="),
+        (["model=deepseek_v3", "nodes=32", "strategy=zero3"],
+         "zero3 does not fit. What would: nodes=64; strategy=zero3_offload."),
+        (["model=deepseek_v2", "nodes=32", "strategy=zero3", "model.gradient_checkpointing=false"],
+         "What would: model.gradient_checkpointing=true."),
+        (["model=r1_distill_qwen_7b", "gpus=1", "strategy=zero2", "model.gradient_checkpointing=false"],
+         "zero2 does not fit. What would: strategy=zero3_offload."),
+    ],
+)  # fmt: skip
+def test_what_would_fit(words, advice):
+    done = run(*words, "length=4096", "data.batch_size=1", "trainer.precision=bf16-mixed")
+    assert advice in done.output, done.output
+
+
+def test_advice_is_true():
+    """The plan with the change that was named fits, the one with half of it does not."""
+    common = ("nodes=32", "strategy=zero3", "length=4096", "data.batch_size=1", "trainer.precision=bf16-mixed")
+    for nodes, fits in ((32, False), (64, True)):
+        plan = make_plan(*configuration(["model=deepseek_v3", *common, f"nodes={nodes}"], CONF))
+        assert plan.fits(plan.memory["zero3"]) is fits
+        assert bool(remedies(plan)) is not fits
+
+
+def test_a_fit_needs_no_advice():
+    done = run("model=deepseek_v2_lite", "strategy=zero3", "trainer.precision=bf16-mixed", "length=4096")
+    assert "does not fit" not in done.output

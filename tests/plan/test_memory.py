@@ -118,3 +118,24 @@ def test_arithmetic_of_a_precision():
         Job(precision="16-mixed")
     with pytest.raises(ValueError, match="nodes 0 must be at least 1"):
         Job(nodes=0)
+
+
+def test_experts_in_chunks_by_hand():
+    """What stage 3 gathers, copies and works on shrinks to one chunk; what the loss waits for has no experts in it."""
+    moe = replace(ARCHITECTURE, kinds=("moe", "moe"), experts=8, top_k=2, expert=32, shared=32)
+    layer = Block("layer 0", 60_000, routed=48_000, quantised=50_000, routed_quantised=48_000, largest=32_000,
+                  largest_parameter=32_000)  # fmt: skip
+    whole = (PLAIN[0], layer, replace(layer, name="layer 1"), PLAIN[3])
+    parts = tuple(replace(b, chunks=4, largest=b.largest // 4) for b in whole)
+    assert [b.gathered for b in parts] == [6_400, 24_000, 24_000, 6_464] and not parts[0].chunked
+    job = Job(gpus=8, length=32, precision="32-true", teacher=False, checkpointing=True, bucket=0, live=0)
+    a, b = (memory(blocks, moe, job, "zero3") for blocks in (whole, parts))
+    assert (a.gathered, b.gathered) == (2 * 4 * 60_000, 2 * 4 * 24_000)
+    assert (a.fake_quant, b.fake_quant) == (4 * 50_000, 4 * (2_000 + 12_000))
+    assert b.activations == a.activations and b.weights == a.weights
+    job = replace(job, checkpointing=False)
+    a, b = (memory(blocks, moe, job, "zero3") for blocks in (whole, parts))
+    per_token = 2 * ((2 * 64 + 4 * 32) * 4 + 3 * 8 + 4)
+    assert a.moment == b.moment == "backward of layer 1"
+    assert a.activations - b.activations == 32 * per_token, "one layer's rows of two"
+    assert (a.fake_quant, b.fake_quant) == (2 * 4 * 50_000, 2 * 4 * 2_000 + 4 * 12_000)
