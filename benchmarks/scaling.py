@@ -25,7 +25,7 @@ CASES = {
 }
 STAGES = ("ddp", "zero1", "zero2", "zero3", "zero3_offload")
 PARTS = {
-    "states": ("weights", "gradients", "optimizer", "scales"), "teacher": ("teacher",),
+    "states": ("weights", "gradients", "optimizer", "scales", "step"), "teacher": ("teacher",),
     "gathered and buckets": ("gathered", "communication"), "activations and logits": ("activations", "head"),
     "fake-quantised copies": ("fake_quant",), "fake-quant temporary": ("temporary",),
 }  # fmt: skip

@@ -3,19 +3,20 @@
 P parameters, Q of them fake-quantised, N ranks, p bytes of a parameter in training, S learned scales (fp32 always).
 Every block b has parameters P_b, saved activations A_b and fake-quantised copies W_b = p·Q_b.
 
-                   weights    gradients    optimizer             communication
-    ddp            p P        p P          2 p P                 p P (buckets, N > 1)
-    zero1          p P        p P          16 P / N              2 p bucket
-    zero2          p P        p P / N      16 P / N              2 p bucket
-    zero3          p P / N    p P / N      16 or 12 P / N        p bucket, p live, and 2 p G_b: what is gathered at once
-    zero3_offload  0          0            0                     the same; on the host (p + 16) P / nodes
+                   weights    gradients    optimizer           communication
+    ddp            p P        p P          2 p P               p P (buckets, N > 1)
+    zero1          p P        p P          12 P / N            2 p bucket
+    zero2          p P        p P / N      12 P / N            2 p bucket
+    zero3          p P / N    p P / N      12 or 8 P / N       p bucket, p live, and 2 p G_b: what is gathered at once
+    zero3_offload  0          0            0                   the same; on the host (p + 16) P / nodes
 
-16: fp32 master weights 4, Adam's two moments 8, the fp32 gradient of the step 4; at stage 3 fp32 weights are their own
-master. Scales take 4 S (weight), 4 S (gradient), 8 S (moments), and from stage 1 on 8 S more (master, gradient of the
-step), divided by N as above. p is 4 unless the weights are bf16. The step walks forward and backward over the blocks;
+12: fp32 master weights 4, Adam's two moments 8; at stage 3 fp32 weights are their own master (zero.share_masters).
+Scales take 4 S (weight), 4 S (gradient), 8 S (moments), and from stage 1 on 8 S more (master, gradient of the step),
+divided by N as above. p is 4 unless the weights are bf16. The step walks forward and backward over the blocks;
 the worst moment is the maximum of
     end of forward   Σ A_b + Σ W_b + head          (head: one chunk of logits, its log-softmax and its gradient)
     backward of b    Σ_{c ≤ b} (A_c + W_c) + gradients of c > b + workspace of b
+    optimizer step   the fp32 gradient 4 P / N (at stage 3 of one sub-group of 10⁹ elements); nothing is gathered
 With gradient checkpointing A_b is the input of b alone, W_b is 0, and the workspace holds the recomputed block.
 G_b is P_b, or with routed experts in chunks (at stage 3) the rest of the block and one chunk. A chunk is always
 recomputed: of the experts' A_b and W_b the workspace holds one chunk's.
@@ -33,6 +34,7 @@ from qdeepseek.quant.grid import PIECE
 Stage = Literal["ddp", "zero1", "zero2", "zero3", "zero3_offload"]
 STAGES: tuple[Stage, ...] = ("ddp", "zero1", "zero2", "zero3", "zero3_offload")
 FUSED_LAYER = ("zero3", "zero3_offload")
+SUB_GROUP = 1_000_000_000  # DeepSpeed's sub_group_size: elements of a part that are stepped at a time
 LOGIT_BYTES, TEACHER_LOGIT_BYTES = 12, 24  # fp32 tensors of one chunk alive at once: 3, with a teacher 6
 # bytes an element of one piece of a weight (quant/grid.py), beside w and w_hat
 FORWARD_TEMPORARY = {2: 4, 4: 2}  # by bytes of a weight
@@ -104,6 +106,7 @@ class Memory:
     scales: float = 0
     teacher: float = 0
     communication: float = 0
+    step: float = 0
     gathered: float = 0
     activations: float = 0
     fake_quant: float = 0
@@ -119,7 +122,7 @@ class Memory:
     @property
     def model_states(self) -> float:
         """What DeepSpeed's estimators count: weights, gradients, optimizer, and ZeRO-3's gathered block."""
-        return self.weights + self.gradients + self.optimizer + self.gathered
+        return self.weights + self.gradients + self.optimizer + self.step + self.gathered
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "total": self.total}
@@ -127,21 +130,36 @@ class Memory:
 
 def memory(blocks: Sequence[Block], a: Architecture, job: Job, stage: Stage) -> Memory:
     """The worst moment of a step at `stage`."""
-    fixed = _fixed(blocks, job, stage)
-    moments = [_end_of_forward(blocks, a, job)]
-    moments += [_backward(blocks, a, job, stage, index) for index in range(len(blocks))]
-    worst = max(moments, key=lambda m: m.total)
-    return replace(worst, **{k: getattr(fixed, k) + getattr(worst, k) for k in asdict(fixed) if k != "moment"})
+    return max(moments(blocks, a, job, stage), key=lambda m: m.total)
+
+
+def moments(blocks: Sequence[Block], a: Architecture, job: Job, stage: Stage) -> list[Memory]:
+    """The end of the forward, the backward of every block, and the optimizer's step, in this order of the list."""
+    fixed, whole = _fixed(blocks, job, stage), _gathered(blocks, job, stage)
+    working = [_end_of_forward(blocks, a, job)]
+    working += [_backward(blocks, a, job, stage, index) for index in range(len(blocks))]
+    step = Memory(step=_gradient_of_the_step(blocks, job, stage), moment="optimizer step")
+    return [_sum(fixed, replace(moment, gathered=whole)) for moment in working] + [_sum(fixed, step)]
+
+
+def states(blocks: Sequence[Block], job: Job, stage: Stage) -> Memory:
+    """What DeepSpeed's estimators add up, though it is not all there at one moment."""
+    step = _gradient_of_the_step(blocks, job, stage)
+    return replace(_fixed(blocks, job, stage), gathered=_gathered(blocks, job, stage), step=step)
+
+
+def _sum(fixed: Memory, moment: Memory) -> Memory:
+    return replace(moment, **{k: getattr(fixed, k) + getattr(moment, k) for k in asdict(fixed) if k != "moment"})
 
 
 def _fixed(blocks: Sequence[Block], job: Job, stage: Stage) -> Memory:
-    """What is there during the whole step."""
+    """What is there at every moment."""
     p, n = job.parameter_bytes, job.ranks
     every, fp32, scales = (total(blocks, k) for k in ("parameters", "fp32", "scales"))
     weights = p * every + (4 - p) * fp32
     memory = Memory(
         weights=weights,
-        optimizer=2 * weights if stage == "ddp" else 16 * every / n,
+        optimizer=2 * weights if stage == "ddp" else 12 * every / n,
         scales=16 * scales if stage == "ddp" else (4 + 20 / n) * scales,
         teacher=weights if job.teacher else 0,
         fake_quant=p * total(blocks, "quantised") if job.cached else 0,
@@ -158,14 +176,28 @@ def _fixed(blocks: Sequence[Block], job: Job, stage: Stage) -> Memory:
     live = p * max(0, min(job.live, every) - largest.gathered)
     partitioned = replace(
         memory, weights=weights / n, gradients=weights / n, teacher=memory.teacher / n, scales=24 * scales / n,
-        gathered=2 * (p * largest.gathered + 4 * largest.scales / largest.chunks), communication=bucket + live,
+        communication=bucket + live,
     )  # fmt: skip
     if job.parameter_bytes == 4:
-        partitioned = replace(partitioned, optimizer=12 * every / n)
+        partitioned = replace(partitioned, optimizer=8 * every / n)
     if stage == "zero3":
         return partitioned
     host = ((p + 16) * every + 20 * scales + memory.teacher) / job.nodes
     return replace(partitioned, weights=0, gradients=0, optimizer=0, teacher=0, scales=0, host=host)
+
+
+def _gathered(blocks: Sequence[Block], job: Job, stage: Stage) -> float:
+    """The largest block, or chunk and the rest of its block, and its gradient."""
+    if stage not in FUSED_LAYER:
+        return 0
+    largest = max(blocks, key=lambda b: b.gathered)
+    return 2 * (job.parameter_bytes * largest.gathered + 4 * largest.scales / largest.chunks)
+
+
+def _gradient_of_the_step(blocks: Sequence[Block], job: Job, stage: Stage) -> float:
+    """The fp32 gradient that the optimizer takes: of all of the part, at stage 3 of one sub-group of it."""
+    part = total(blocks, "parameters") / job.ranks
+    return {"ddp": 0, "zero1": 4 * part, "zero2": 4 * part, "zero3": 4 * min(part, SUB_GROUP)}.get(stage, 0)
 
 
 def _whole_gradients(job: Job, stage: Stage) -> bool:

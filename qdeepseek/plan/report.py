@@ -9,9 +9,9 @@ from qdeepseek.surgery.runtimes import KERNELS, Refusal
 
 PARTS = (
     ("weights", "weights"), ("gradients", "gradients"), ("optimizer", "optimizer"), ("scales", "learned scales"),
-    ("teacher", "teacher"), ("communication", "communication"), ("gathered", "gathered block"),
-    ("activations", "activations"), ("fake_quant", "fake-quantised copies"), ("temporary", "fake-quant temporary"),
-    ("head", "logits"),
+    ("teacher", "teacher"), ("communication", "communication"), ("step", "gradient of the step"),
+    ("gathered", "gathered block"), ("activations", "activations"), ("fake_quant", "fake-quantised copies"),
+    ("temporary", "fake-quant temporary"), ("head", "logits"),
 )  # fmt: skip
 
 

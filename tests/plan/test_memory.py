@@ -8,7 +8,7 @@ import pytest
 from qdeepseek.plan.activations import saved
 from qdeepseek.plan.architecture import Architecture
 from qdeepseek.plan.blocks import Block
-from qdeepseek.plan.memory import STAGES, Job, memory
+from qdeepseek.plan.memory import STAGES, Job, memory, moments, states
 from qdeepseek.quant.grid import PIECE
 
 ARCHITECTURE = Architecture(
@@ -33,13 +33,13 @@ def test_model_states_against_deepspeed(nodes, gpus):
 
     job = replace(JOB, nodes=nodes, gpus=gpus)
     _, two = estimate_zero2_model_states_mem_needs(P, gpus, nodes, cpu_offload=False)
-    assert memory(PLAIN, ARCHITECTURE, job, "zero2").model_states == pytest.approx(two, abs=1)
+    assert states(PLAIN, job, "zero2").model_states == pytest.approx(two, abs=1)
     _, three, layer = estimate_zero3_model_states_mem_needs(P, 40_000, gpus, nodes, cpu_offload=False)
-    states = memory(PLAIN, ARCHITECTURE, job, "zero3")  # the estimator leaves out the bf16 gradients of a rank's part
-    assert states.model_states - states.gradients == pytest.approx(three, abs=1)
-    assert states.gradients == 2 * P / (nodes * gpus)
+    parts = states(PLAIN, job, "zero3")  # the estimator leaves out the bf16 gradients of a rank's part
+    assert parts.model_states - parts.gradients == pytest.approx(three, abs=1)
+    assert parts.gradients == 2 * P / (nodes * gpus)
     host, device, _ = estimate_zero3_model_states_mem_needs(P, 40_000, gpus, nodes, additional_buffer_factor=1)
-    offloaded = memory(PLAIN, ARCHITECTURE, job, "zero3_offload")
+    offloaded = states(PLAIN, job, "zero3_offload")
     assert offloaded.model_states == device == layer
     assert offloaded.host == pytest.approx(host, abs=1)
 
@@ -77,8 +77,8 @@ def test_stages_take_less_and_less():
 
 def test_fp32_weights_are_their_own_master_at_stage_3():
     full = replace(JOB, precision="bf16-mixed")
-    assert memory(PLAIN, ARCHITECTURE, full, "zero3").optimizer == 12 * P / 8
-    assert memory(PLAIN, ARCHITECTURE, full, "zero2").optimizer == 16 * P / 8
+    assert memory(PLAIN, ARCHITECTURE, full, "zero3").optimizer == 8 * P / 8
+    assert memory(PLAIN, ARCHITECTURE, full, "zero2").optimizer == 12 * P / 8
     assert memory(PLAIN, ARCHITECTURE, full, "zero3").weights == 4 * P / 8
 
 
@@ -139,3 +139,14 @@ def test_experts_in_chunks_by_hand():
     assert a.moment == b.moment == "backward of layer 1"
     assert a.activations - b.activations == 32 * per_token, "one layer's rows of two"
     assert (a.fake_quant, b.fake_quant) == (2 * 4 * 50_000, 2 * 4 * 2_000 + 4 * 12_000)
+
+
+def test_the_step_s_gradient_is_not_there_in_the_backward():
+    job = replace(JOB, length=8)
+    for stage, step in (("zero1", 4 * P / 8), ("zero3", 4 * P / 8), ("zero3_offload", 0)):
+        *working, last = moments(PLAIN, ARCHITECTURE, job, stage)
+        assert last.moment == "optimizer step" and last.step == step and last.gathered == last.activations == 0
+        assert all(m.step == 0 for m in working) and memory(PLAIN, ARCHITECTURE, job, stage) in (*working, last)
+    huge = (Block("layer 0", 80 * 10**9),)
+    step = moments(huge, replace(ARCHITECTURE, kinds=("dense",)), job, "zero3")[-1]
+    assert step.step == 4 * 10**9, "one sub-group at a time"
