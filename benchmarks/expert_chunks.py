@@ -3,9 +3,9 @@
 
 Two ranks take steps of the training module with a random DeepSeek-V3, INT4 quantisers (learned scales) and gradient
 checkpointing, in fp32; at stage 3 it is streamed into partitions, its experts whole or in chunks. `measured_bytes` is
-the larger high-water mark of the two, from the second step on, of forward and backward and of the optimizer's step, less
-what a process held before the model was there; `predicted_bytes` that of the plan. `cpu_seconds` are those of a step of
-one process. A fit of a tiny model before it all pays for imports and the buffers of gloo.
+the larger high-water mark of the two, from the second step on, of forward and backward and of the optimizer's step,
+less what a process held before the model was there; `predicted_bytes` that of the plan. `cpu_seconds` are those of a
+step of one process. A fit of a tiny model before it all pays for imports and the buffers of gloo.
 """
 
 import argparse
@@ -45,7 +45,7 @@ CLEAR = Path("/proc/self/clear_refs")  # "5" forgets the high-water mark
 MOMENTS = ("backward", "step")
 
 
-def predict(folder: Path, strategy: str, chunks: int, batch: int, length: int) -> dict[str, int]:
+def predict(strategy: str, chunks: int, batch: int, length: int, small: bool = False) -> dict[str, int]:
     """Bytes of the plan for one of the two ranks: the worst of forward and backward, and the optimizer's step."""
     from qdeepseek.plan.architecture import architecture_of, meta_model
     from qdeepseek.plan.blocks import blocks_of
@@ -53,7 +53,8 @@ def predict(folder: Path, strategy: str, chunks: int, batch: int, length: int) -
     from qdeepseek.surgery import plan
     from qdeepseek.train.models import ModelConfig
 
-    built, _ = meta_model(ModelConfig(path=str(folder)))
+    sizes = {**MODEL, **(SMALL if small else {})}
+    built, _ = meta_model(ModelConfig(scratch={"model_type": "deepseek_v3", **sizes}))
     job = Job(gpus=2, batch=batch, length=length, precision="32-true", teacher=False, fused_attention=False,
               bucket=ZERO["reduce_bucket_size"], live=0)  # fmt: skip
     blocks = blocks_of(plan(built, int4()), chunks)
@@ -158,9 +159,9 @@ def both_ranks(folder: Path, strategy: str, chunks: int, batch: int, length: int
     return [json.loads(out.strip().splitlines()[-1]) for out, _ in found]
 
 
-def row_of(folder: Path, strategy: str, chunks: int, batch: int, length: int) -> dict[str, Any]:
-    ranks = both_ranks(folder, strategy, chunks, batch, length)
-    predicted = predict(folder, strategy, chunks, batch, length)
+def row_of(folder: Path, strategy: str, chunks: int, args: argparse.Namespace) -> dict[str, Any]:
+    ranks = both_ranks(folder, strategy, chunks, args.batch, args.length)
+    predicted = predict(strategy, chunks, args.batch, args.length, args.small)
     measured = {moment: max(r["bytes"][moment] for r in ranks) for moment in MOMENTS}
     return {
         "strategy": strategy, "chunks": chunks, "measured_bytes": measured, "predicted_bytes": predicted,
@@ -198,7 +199,7 @@ def main() -> None:
         del model
         for words in args.rows:
             strategy, chunks = words.split(":")
-            row = row_of(Path(place), strategy, int(chunks), args.batch, args.length)
+            row = row_of(Path(place), strategy, int(chunks), args)
             content["rows"].append(row)
             print({k: v for k, v in row.items() if k != "losses"}, flush=True)
             args.out.write_text(json.dumps(content, indent=1) + "\n")

@@ -1,6 +1,6 @@
 """Plans of the checkpoints that docs/scaling.md is about: `python -m benchmarks.scaling`.
 
-Writes docs/results/scaling.json, and the tables of docs/scaling.md from it and from docs/results/memory_model.json;
+Writes docs/results/scaling.json, and the tables of docs/scaling.md from it, memory_model.json and expert_chunks.json;
 `--check` writes nothing and fails where either differs. Nothing is measured here: every number follows from config
 files and the formulas of qdeepseek/plan, so the same commit gives the same file.
 """
@@ -17,10 +17,12 @@ from benchmarks.readme import RESULTS, ROOT, table
 PAGE = ROOT / "docs" / "scaling.md"
 OUT = RESULTS / "scaling.json"
 COMMON = ("trainer.precision=bf16-mixed", "length=4096", "data.batch_size=1")
+WHOLE = "V3, experts whole"  # in the table of memory alone
 CASES = {
     "V2-Lite": ("model=deepseek_v2_lite", "nodes=1", "gpus=8", "tp=1", "quant=w4a16_g32"),
     "V2": ("model=deepseek_v2", "nodes=32", "gpus=8", "tp=8", "quant=w4a16_g128"),
     "V3": ("model=deepseek_v3", "nodes=32", "gpus=8", "tp=8", "quant=w4a16_g128"),
+    WHOLE: ("model=deepseek_v3", "model.expert_chunks=1", "nodes=32", "gpus=8", "tp=8", "quant=w4a16_g128"),
     "R1-Distill-Qwen-7B": ("model=r1_distill_qwen_7b", "nodes=1", "gpus=1", "tp=1", "quant=w4a16_g128"),
 }
 STAGES = ("ddp", "zero1", "zero2", "zero3", "zero3_offload")
@@ -51,7 +53,7 @@ def memory_table(data: dict[str, Any]) -> str:
     """GB on one GPU of every case and stage, and whether it fits."""
     lines = []
     for name, plan in data.items():
-        for stage in STAGES:
+        for stage in STAGES[3:] if name == WHOLE else STAGES:
             entry = plan["stages"][stage]
             parts = [gb(sum(entry["memory"][key] for key in keys)) for keys in PARTS.values()]
             total, fits = entry["memory"]["total"], "fits" if entry["fits"] else "no"
@@ -110,13 +112,35 @@ def validation_table(data: dict[str, Any]) -> str:
     return table(["model", "parameters", "variant", "measured, GB", "predicted, GB", "ratio"], lines) + "\n\n" + note
 
 
-def filled(text: str, scaling: dict[str, Any], measured: dict[str, Any] | None) -> str:
+def zero_table(data: dict[str, Any]) -> str:
+    """Two ranks' measured peaks against the plan's, by moment; CPU time of a step over that of whole experts."""
+    whole = next(row for row in data["rows"] if row["strategy"] == "zero3" and row["chunks"] == 1)
+    lines = []
+    for row in data["rows"]:
+        cells = [row["strategy"], f"{row['chunks']}"]
+        for moment in row["ratio"]:
+            values = (row["measured_bytes"][moment], row["predicted_bytes"][moment])
+            cells += [*(f"{value / 1e9:.3f}" for value in values), f"{row['ratio'][moment]:.3f}"]
+        ratio = row["cpu_seconds"] / whole["cpu_seconds"]
+        lines.append([*cells, f"{ratio:.2f}" if row["strategy"] == "zero3" else ""])
+    note = (f"`{data['command']}`, measured at commit `{data['commit']}`: {data['parameters'] / 1e6:.0f} M parameters, "
+            f"{data['experts_of_a_layer'] / 1e6:.0f} M of them the experts of one of three layers, {data['batch']} × "
+            f"{data['length']} tokens a rank, {data['dtype']}, gradient checkpointing.")  # fmt: skip
+    head = ["strategy", "chunks", "backward measured, GB", "predicted", "ratio", "step measured, GB", "predicted",
+            "ratio", "CPU time of a step"]  # fmt: skip
+    return table(head, lines) + "\n\n" + note
+
+
+def filled(text: str, scaling: dict[str, Any], measured: dict[str, Any] | None, zero: dict[str, Any] | None) -> str:
     """The page with its tables drawn anew."""
     blocks = {"memory": memory_table, "time": time_table, "export": export_table, "refusals": refusal_table}
-    drawn = {name: draw(scaling) for name, draw in blocks.items()}
+    others = {name: plan for name, plan in scaling.items() if name != WHOLE}
+    drawn = {name: draw(scaling if name == "memory" else others) for name, draw in blocks.items()}
     drawn["commands"] = "\n".join(["```", *(plan["command"] for plan in scaling.values()), "```"])
     if measured is not None:
         drawn["validation"] = validation_table(measured)
+    if zero is not None:
+        drawn["zero"] = zero_table(zero)
     for name, block in drawn.items():
         new = f"<!-- {name} -->\n{block}\n<!-- /{name} -->"
         text = re.sub(rf"<!-- {name} -->.*?<!-- /{name} -->", lambda _, b=new: b, text, flags=re.S)  # type: ignore[misc]
@@ -128,9 +152,9 @@ def main() -> None:
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args()
     content = json.dumps({"command": "python -m benchmarks.scaling", "plans": plans()}, indent=1) + "\n"
-    peaks = RESULTS / "memory_model.json"
-    measured = json.loads(peaks.read_text()) if peaks.exists() else None
-    page = filled(PAGE.read_text(encoding="utf-8"), json.loads(content)["plans"], measured)
+    files = (RESULTS / "memory_model.json", RESULTS / "expert_chunks.json")
+    measured, zero = (json.loads(file.read_text()) if file.exists() else None for file in files)
+    page = filled(PAGE.read_text(encoding="utf-8"), json.loads(content)["plans"], measured, zero)
     for file, new in ((OUT, content), (PAGE, page)):
         if args.check and (not file.exists() or file.read_text(encoding="utf-8") != new):
             sys.exit(f"{file.relative_to(ROOT)}: differs from the plans; run python -m benchmarks.scaling")

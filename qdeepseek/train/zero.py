@@ -5,17 +5,17 @@
 
 Precision. Weights stay in fp32, which fake-quant, learned scales, routers and their biases need, and `bf16-mixed` is
 DeepSpeed's torch_autocast: matrix products in bf16. The master copy, 4 bytes a parameter in DeepSpeed's bf16 engine
-beside 2 of the weight itself, is then the weight: 12 bytes a parameter with Adam instead of 14 (stage 3; under stages
-1 and 2 a replica costs 4 bytes instead of 2). Its bf16 engine casts every parameter to bf16, scales and routers
-included, and flattens groups in one dtype, so that `bf16-true` and fp16 are refused. Gathers are in fp32
+beside 2 of the weight itself, is then the weight (`share_masters`): 12 bytes a parameter with Adam instead of 14 (stage
+3; under stages 1 and 2 a replica costs 4 bytes instead of 2). Its bf16 engine casts every parameter to bf16, scales and
+routers included, and flattens groups in one dtype, so that `bf16-true` and fp16 are refused. Gathers are in fp32
 (`lower_precision_safe_modules` is empty): codes of a weight that was rounded to bf16 first are not those of the weight.
 
 Lightning 2.6 refuses CPUs in three places and divides the loss of a micro-batch by the accumulation, which DeepSpeed
-does again: overridden here. An MoE block is a z3 leaf: experts' parameters are gathered when the block is entered,
-whatever tokens a rank has for them, so that ranks never wait for one another. A leaf's gradients are taken when that of
-its input is there, at once where the input needs none: behind frozen embeddings (LoRA) the input is made to need one.
-The teacher is a submodule while the engine is built, so that stage 3 splits and gathers it like the student, and none
-after, so that no checkpoint has it.
+does again: overridden here. An MoE block, or each chunk of its experts, is a z3 leaf: its parameters are gathered when
+it is entered, whatever tokens a rank has for them, so that ranks never wait for one another. A leaf's gradients are
+taken when that of its input is there, at once where the input needs none: behind frozen embeddings (LoRA) the input is
+made to need one. The teacher is a submodule while the engine is built, so that stage 3 splits and gathers it like the
+student, and none after, so that no checkpoint has it.
 
 A checkpoint is a folder to which every rank writes. It is complete when it holds COMPLETE, written by rank 0 after all.
 Read by another number of ranks it is first turned into DeepSpeed's universal format, a file a parameter (universal.py).

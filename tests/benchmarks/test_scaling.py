@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from benchmarks import memory_model, scaling
+from benchmarks import expert_chunks, memory_model, scaling
 
 MEASURED = scaling.RESULTS / "memory_model.json"
 
@@ -23,6 +23,31 @@ def test_predictions_are_those_of_this_code_and_within_ten_percent():
         assert round(found["total"]) == row["predicted_bytes"], row["model"]
         assert row["ratio"] == pytest.approx(row["predicted_bytes"] / row["measured_bytes"])
         assert abs(row["ratio"] - 1) < 0.1, (row["model"], row["variant"])
+
+
+def test_peaks_of_zero_are_near_the_plan_and_chunks_lower_them():
+    """The plan counts a whole block and its gradient as gathered, which is an upper bound."""
+    content = json.loads((scaling.RESULTS / "expert_chunks.json").read_text())
+    rows = {(row["strategy"], row["chunks"]): row for row in content["rows"]}
+    assert list(rows) == [("zero2", 1), ("zero3", 1), ("zero3", 4), ("zero3", 16)]
+    for (strategy, chunks), row in rows.items():
+        found = expert_chunks.predict(strategy, chunks, content["batch"], content["length"])
+        assert found == row["predicted_bytes"], (strategy, chunks)
+        assert all(0.94 < ratio < 1.15 for ratio in row["ratio"].values()), row["ratio"]
+        for own, whole in zip(row["losses"], rows["zero2", 1]["losses"], strict=True):
+            assert own[:2] == pytest.approx(whole[:2], abs=1e-5), "before Adam's signs part"
+    peaks = [rows["zero3", chunks]["measured_bytes"]["backward"] for chunks in (1, 4, 16)]
+    assert peaks == sorted(peaks, reverse=True)
+
+
+@pytest.mark.slow
+def test_ranks_of_zero_are_measured(tmp_path, monkeypatch):
+    out = tmp_path / "expert_chunks.json"
+    words = ["--small", "--rows", "zero3:4", "--length", "16", "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", ["expert_chunks", *words])
+    expert_chunks.main()
+    (row,) = json.loads(out.read_text())["rows"]
+    assert min(row["measured_bytes"].values()) > 0 and len(row["losses"][1]) == expert_chunks.STEPS
 
 
 @pytest.mark.slow

@@ -90,7 +90,7 @@ def test_the_shipped_model_and_its_export_size():
         (["model=deepseek_v3", "nodes=32", "strategy=zero3", "model.expert_chunks=1"],
          "strategy=zero3_offload with model.expert_chunks="),
         (["model=deepseek_v3", "nodes=32", "strategy=zero3", "model.expert_chunks=8"],
-         "; method.distill_weight=0; nodes=64; strategy=zero3_offload."),
+         "zero3 does not fit. What would: model.expert_chunks=64; nodes=64; strategy=zero3_offload."),
         (["model=deepseek_v2", "nodes=32", "strategy=zero3", "model.gradient_checkpointing=false"],
          "What would: model.gradient_checkpointing=true."),
         (["model=r1_distill_qwen_7b", "gpus=1", "strategy=zero2", "model.gradient_checkpointing=false"],
@@ -106,9 +106,8 @@ def test_advice_is_true():
     """The plan with the change that was named fits, the one with half of it does not."""
     common = ("nodes=32", "strategy=zero3", "length=4096", "data.batch_size=1", "trainer.precision=bf16-mixed")
     for nodes, fits in ((32, False), (64, True)):
-        plan = make_plan(
-            *configuration(["model=deepseek_v3", "model.expert_chunks=8", *common, f"nodes={nodes}"], CONF)
-        )
+        words = ["model=deepseek_v3", "model.expert_chunks=8", *common, f"nodes={nodes}"]
+        plan = make_plan(*configuration(words, CONF))
         assert plan.fits(plan.memory["zero3"]) is fits
         assert bool(remedies(plan)) is not fits
 
