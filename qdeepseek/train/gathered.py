@@ -24,6 +24,7 @@ from qdeepseek.export.names import Layout
 from qdeepseek.export.writer import ShardWriter
 from qdeepseek.surgery import is_fused_experts, quantized_tensors
 from qdeepseek.train.adapters import AdaptedParameter, adapters
+from qdeepseek.train.everywhere import raise_everywhere
 from qdeepseek.train.zero import gathered
 
 
@@ -47,7 +48,7 @@ def save_gathered(
             sink.add(name, tensor, layout)
     if sink is not None:
         sink.finish(model, tokenizer)
-    _raise_everywhere(sink.error if sink is not None else None)
+    raise_everywhere(sink.error if sink is not None else None, "rank 0 could not save the model")
 
 
 @torch.no_grad()
@@ -116,12 +117,3 @@ class _Sink:
     def _publish(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
         self.temporary.rename(self.folder)
-
-
-def _raise_everywhere(error: OSError | None) -> None:
-    """Rank 0's error on all ranks."""
-    message = [None if error is None else str(error)]
-    if dist.is_initialized():
-        dist.broadcast_object_list(message, 0)
-    if message[0] is not None:
-        raise error or OSError(f"rank 0 could not save the model: {message[0]}")

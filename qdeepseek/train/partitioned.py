@@ -9,14 +9,17 @@ A rank's memory is its share of the parameters plus one tensor:
 
 Rank 0 alone reads, since DeepSpeed's conversion broadcasts from rank 0 whatever the others hold; the headers of the
 shards are read and compared with the skeleton on every rank first, so that a checkpoint that does not fit is the same
-error everywhere and no rank waits for another. Building under `deepspeed.zero.Init` and loading afterwards (the way of
-the libraries) leaves fused experts and the router uninitialised, because their initialisation sees empty parameters.
+error everywhere and no rank waits for another. When rank 0 cannot read on (a lost disk) it goes on partitioning with
+the others, and the error is raised on all of them at the end. Building under `deepspeed.zero.Init` and loading
+afterwards (the way of the libraries) leaves fused experts and the router uninitialised, because their initialisation
+sees empty parameters.
 
 Persistent buffers and those of quantisers are whole on every rank. Buffers outside the checkpoint (rotary frequencies)
 are what the constructor makes: only parameters are on the meta device.
 """
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -40,6 +43,7 @@ from qdeepseek.surgery import (
 )
 from qdeepseek.surgery.fp8 import check_trainable
 from qdeepseek.train.config import ConfigError
+from qdeepseek.train.everywhere import raise_everywhere
 from qdeepseek.train.models import DTYPES, ModelConfig, checkpoint_folder, keeps_fp32, read_config
 from qdeepseek.train.zero import import_deepspeed
 
@@ -140,6 +144,7 @@ class _Loader:
             raise RuntimeError("load_partitioned needs a process group; set up the strategy's environment first")
         self.model, self.source = model, source
         self.reads = dist.get_rank() == 0
+        self.error: Exception | None = None
         self.partition = Partitioner(zero_config)
         self.device = self.partition.device
         self.quantized = {tensor.name: tensor for tensor in quantized_tensors(model)}
@@ -162,13 +167,24 @@ class _Loader:
             for key, buffer in module.named_buffers(recurse=False):
                 name = f"{prefix}.{key}" if prefix else key
                 module._buffers[key] = self._buffer(name, buffer, key not in module._non_persistent_buffers_set)
+        raise_everywhere(self.error, f"rank 0 could not read {self.source.checkpoint.path}")
+
+    @contextmanager
+    def _reading(self, name: str) -> Iterator[None]:
+        """Keeps an error in mind and reads no more: the other ranks wait for what is broadcast, whatever it is."""
+        try:
+            yield
+        except Exception as error:  # whatever it is, the others must not wait for ever
+            self.error = ConfigError(f"{self.source.checkpoint.path}: {name} cannot be loaded ({error})")
+            self.reads = False
 
     def _load(self, name: str, empty: nn.Parameter) -> nn.Parameter:
         """Reads the parameter, sets its quantiser up, partitions both."""
         weight = self._scratch[empty.dtype][: empty.numel()].view(empty.shape)
         if self.reads:
-            for index, read in self._slices(name, empty):
-                weight[index].copy_(read)
+            with self._reading(name):
+                for index, read in self._slices(name, empty):
+                    weight[index].copy_(read)
         tensor = self.quantized.get(name)
         if tensor is not None:
             self._quantizer(tensor, weight)
@@ -189,11 +205,8 @@ class _Loader:
         state = {key: value for key in STATE if (value := getattr(tensor.quantizer, key)) is not None}
         full = {key: torch.empty(value.shape, dtype=value.dtype, device=self.device) for key, value in state.items()}
         if self.reads and state:
-            for expert in range(weight.shape[0]) if weight.ndim == 3 else [None]:
-                part = weight if expert is None else weight[expert]
-                found = slice_quantizer(tensor, expert, part, {})
-                for key, value in full.items():
-                    (value if expert is None else value[expert]).copy_(getattr(found, key))
+            with self._reading(tensor.name):
+                self._search(tensor, weight, full)
         for key, value in full.items():
             if isinstance(state[key], nn.Parameter):
                 scale = nn.Parameter(value, requires_grad=state[key].requires_grad)
@@ -203,11 +216,20 @@ class _Loader:
                 dist.broadcast(value, 0)
                 setattr(tensor.quantizer, key, value)
 
+    def _search(self, tensor: QuantizedTensor, weight: Tensor, full: Mapping[str, Tensor]) -> None:
+        """Finds the state of the whole weight's quantiser, expert by expert, and puts it into `full`."""
+        for expert in range(weight.shape[0]) if weight.ndim == 3 else [None]:
+            part = weight if expert is None else weight[expert]
+            found = slice_quantizer(tensor, expert, part, {})
+            for key, value in full.items():
+                (value if expert is None else value[expert]).copy_(getattr(found, key))
+
     def _buffer(self, name: str, buffer: Tensor, persistent: bool) -> Tensor:
         value = buffer.to(self.device, copy=True)
         if persistent:
             if self.reads:
-                value.copy_(self.source.weight(name))
+                with self._reading(name):
+                    value.copy_(self.source.weight(name))
             dist.broadcast(value, 0)
         return value
 

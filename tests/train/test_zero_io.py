@@ -161,6 +161,13 @@ def test_partitions_of_a_checkpoint_are_those_of_a_whole_load(job):
 
 
 @pytest.mark.slow
+def test_a_disk_that_fails_in_the_middle_of_a_load_ends_every_rank(job):
+    for said in job[1]["unreadable"]:
+        assert said.endswith("model.layers.1.mlp.experts.down_proj cannot be loaded (Input/output error)")
+    assert job[1]["unreadable"][1].startswith("rank 0 could not read ")
+
+
+@pytest.mark.slow
 def test_a_rank_holds_its_share_and_a_few_tensors(job):
     for rank in job[1]["peaks"]:
         print({key: f"{value / 1e6:.0f} MB" for key, value in rank.items()})

@@ -19,6 +19,7 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, PreTrainedModel
 
+from qdeepseek.export.sources import FolderSource
 from qdeepseek.surgery import Recipe, chunk_experts, plan, prepare
 from qdeepseek.train import qat
 from qdeepseek.train import strategy as strategies
@@ -107,6 +108,26 @@ def check_save(path: Path, dtype: str, folder: Path, zero: dict[str, Any], chunk
     except OSError:
         return wrong
     return [*wrong, "no error from a disk that cannot be written"]
+
+
+def check_unreadable(path: Path, zero: dict[str, Any]) -> list[str]:
+    """What every rank says when rank 0's disk fails in the middle of a load."""
+    stock = FolderSource.weight
+
+    def fail(self: Any, parameter: str, expert: int | None = None) -> torch.Tensor:
+        if parameter == "model.layers.1.mlp.experts.down_proj" and expert == 3:
+            raise OSError("Input/output error")
+        return stock(self, parameter, expert)
+
+    FolderSource.weight = fail  # type: ignore[method-assign]
+    said: list[Any] = [None, None]
+    try:
+        load_partitioned(ModelConfig(path=str(path)), None, zero)
+    except (OSError, ConfigError) as error:
+        dist.all_gather_object(said, str(error))
+    finally:
+        FolderSource.weight = stock  # type: ignore[method-assign]
+    return said
 
 
 def peak_of_load(path: Path, zero: dict[str, Any]) -> dict[str, float]:
@@ -225,6 +246,7 @@ def main(folder: Path, overrides: list[str]) -> None:
         load_partitioned(ModelConfig(path=str(folder / "broken")), None, zero)
     except ConfigError as error:
         found["broken"] = str(error)
+    found["unreadable"] = check_unreadable(folder / "v3", zero)
     found["seconds"]["io"] = time.perf_counter() - start
     peaks: list[Any] = [None, None]
     dist.all_gather_object(peaks, peak_of_load(folder / "big", zero))
