@@ -53,7 +53,7 @@ class ModelConfig:
                 f"attention {self.attention!r} is unknown; use one of {', '.join(ATTENTION)} (transformers' eager "
                 f"attention adds a boolean mask to the scores, so packed documents would see each other)"
             )
-        if not isinstance(self.expert_chunks, int) or self.expert_chunks < 1:
+        if type(self.expert_chunks) is not int or self.expert_chunks < 1:
             raise ValueError(f"expert_chunks {self.expert_chunks} must be a whole number, at least 1")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype {self.dtype!r} is unknown; use one of {', '.join(DTYPES)}")
