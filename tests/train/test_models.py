@@ -1,5 +1,7 @@
 """Models of a run, whole or as a skeleton to fill, come with experts that obey autocast."""
 
+import pytest
+
 from qdeepseek.train.models import ModelConfig, load_model
 from qdeepseek.train.partitioned import skeleton
 
