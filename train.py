@@ -2,7 +2,7 @@
 
 python train.py                                   # the embedded default, a few minutes on a CPU
 python train.py model=deepseek_v2_lite data=sft data.path=chats.jsonl quant=w4a16_g32
-python train.py run_dir=outputs/…                 # the same folder again: continue a killed run
+python train.py … run_dir=outputs/…               # the same words and its folder: continue a killed run
 """
 
 import os

@@ -11,7 +11,6 @@ step of one process. A fit of a tiny model before it all pays for imports and th
 import argparse
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -39,10 +38,8 @@ ZERO = {"stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 0
         "stage3_prefetch_bucket_size": 0, "reduce_bucket_size": 2_000_000}  # fmt: skip
 ROWS = ["zero2:1", "zero3:1", "zero3:4", "zero3:16"]
 STEPS = 3
-CLEAR = Path("/proc/self/clear_refs")  # "5" forgets the high-water mark
-
-
 MOMENTS = ("backward", "step")
+CLEAR = Path("/proc/self/clear_refs")  # "5" forgets the high-water mark
 
 
 def predict(strategy: str, chunks: int, batch: int, length: int, small: bool = False) -> dict[str, int]:
@@ -140,23 +137,16 @@ def _fit(trainer: L.Trainer, student: Any, batch: int, length: int) -> None:
 
 
 def both_ranks(folder: Path, strategy: str, chunks: int, batch: int, length: int) -> list[dict[str, Any]]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    """What `rank` found in two processes that torchrun starts."""
     words = ["--rank", str(folder), "--rows", f"{strategy}:{chunks}", "--batch", str(batch), "--length", str(length)]
-    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.expert_chunks", *words]
-    shared = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "NODE_RANK": "0",
-              "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": str(1 << 18),
-              "MALLOC_TRIM_THRESHOLD_": str(1 << 18)}  # fmt: skip
-    jobs = [
-        subprocess.Popen(command, env={**shared, "RANK": str(r), "LOCAL_RANK": str(r)}, text=True,
-                         stdout=subprocess.PIPE, stderr=subprocess.PIPE) for r in range(2)
-    ]  # fmt: skip
-    found = [job.communicate() for job in jobs]
-    for job, (_, error) in zip(jobs, found, strict=True):
-        if job.returncode:
-            raise RuntimeError(f"{strategy}, {chunks} chunks: failed: {error[-3000:]}")
-    return [json.loads(out.strip().splitlines()[-1]) for out, _ in found]
+    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [sys.executable, "-W", "ignore", "-m", *torchrun, "-m", "benchmarks.expert_chunks", *words]
+    allocator = {"MALLOC_MMAP_THRESHOLD_": str(1 << 18), "MALLOC_TRIM_THRESHOLD_": str(1 << 18)}
+    environment = {**os.environ, **allocator, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{strategy}, {chunks} chunks: failed: {done.stderr[-3000:]}")
+    return [json.loads((folder / f"rank{number}.json").read_text()) for number in range(2)]
 
 
 def row_of(folder: Path, strategy: str, chunks: int, args: argparse.Namespace) -> dict[str, Any]:
@@ -181,7 +171,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.rank:
         strategy, chunks = args.rows[0].split(":")
-        print(json.dumps(rank(args.rank, strategy, int(chunks), args.batch, args.length)))
+        found = rank(args.rank, strategy, int(chunks), args.batch, args.length)
+        (args.rank / f"rank{os.environ['RANK']}.json").write_text(json.dumps(found))
         return
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 

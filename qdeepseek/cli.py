@@ -43,7 +43,11 @@ def plan(
 
 
 @app.command()
-def verify(folder: Annotated[Path, typer.Argument(help="an export: it holds qdeepseek_manifest.json")]) -> None:
+def verify(
+    folder: Annotated[
+        Path, typer.Argument(exists=True, file_okay=False, help="an export: it holds qdeepseek_manifest.json")
+    ],
+) -> None:
     """Check hashes, shapes, scales and codes of an export; exit code 1 when anything is wrong."""
     try:
         report = verify_folder(folder)

@@ -26,7 +26,7 @@ class Block:
     learned     the same of those with learned scales, which need more in the backward
     scales      learned scales
     kept        weights of linear layers and fused experts that are not quantised: autocast makes copies of them
-    routed_quantised, routed_kept    those of `quantised` and `kept` that are routed experts
+    routed_quantised, routed_kept, routed_scales    those of `quantised`, `kept` and `scales` that are routed experts
     chunks      of the routed experts
     """
 
@@ -42,12 +42,18 @@ class Block:
     largest_parameter: int = 0
     routed_quantised: int = 0
     routed_kept: int = 0
+    routed_scales: int = 0
     chunks: int = 1
 
     @property
     def gathered(self) -> float:
         """Parameters that ZeRO-3 holds whole at once."""
         return self.parameters - self.routed + self.routed / self.chunks
+
+    @property
+    def gathered_scales(self) -> float:
+        """Learned scales beside them."""
+        return self.scales - self.routed_scales + self.routed_scales / self.chunks
 
     @property
     def chunked(self) -> bool:
@@ -91,6 +97,7 @@ def _block(name: str, tensors: list[PlannedTensor], chunks: int) -> Block:
         largest_parameter=max(map(size, tensors), default=0),
         routed_quantised=sum(t.numel for t in quantised if t.part == "routed_experts"),
         routed_kept=sum(t.numel for t in kept if t.part == "routed_experts"),
+        routed_scales=sum(_scales(t) for t in learned if t.part == "routed_experts"),
         chunks=chunks,
     )
 

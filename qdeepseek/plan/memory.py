@@ -34,7 +34,6 @@ from qdeepseek.quant.grid import PIECE
 Stage = Literal["ddp", "zero1", "zero2", "zero3", "zero3_offload"]
 STAGES: tuple[Stage, ...] = ("ddp", "zero1", "zero2", "zero3", "zero3_offload")
 FUSED_LAYER = ("zero3", "zero3_offload")
-SUB_GROUP = 1_000_000_000  # DeepSpeed's sub_group_size: elements of a part that are stepped at a time
 LOGIT_BYTES, TEACHER_LOGIT_BYTES = 12, 24  # fp32 tensors of one chunk alive at once: 3, with a teacher 6
 # bytes an element of one piece of a weight (quant/grid.py), beside w and w_hat
 FORWARD_TEMPORARY = {2: 4, 4: 2}  # by bytes of a weight
@@ -50,6 +49,7 @@ class Job:
     cached      method.cache, recompute: method.recompute, teacher: method.distill_weight > 0
     max_logits  elements of one chunk of logits
     bucket      elements of a communication bucket, live the most that ZeRO-3 keeps gathered beyond one block
+    sub_group   elements of its part that ZeRO-3 steps at a time
     """
 
     nodes: int = 1
@@ -67,6 +67,7 @@ class Job:
     max_logits: int = 2**25
     bucket: int = 200_000_000
     live: int = 1_000_000_000
+    sub_group: int = 1_000_000_000
 
     def __post_init__(self) -> None:
         for name in ("nodes", "gpus", "batch", "length", "accumulate"):
@@ -191,13 +192,13 @@ def _gathered(blocks: Sequence[Block], job: Job, stage: Stage) -> float:
     if stage not in FUSED_LAYER:
         return 0
     largest = max(blocks, key=lambda b: b.gathered)
-    return 2 * (job.parameter_bytes * largest.gathered + 4 * largest.scales / largest.chunks)
+    return 2 * (job.parameter_bytes * largest.gathered + 4 * largest.gathered_scales)
 
 
 def _gradient_of_the_step(blocks: Sequence[Block], job: Job, stage: Stage) -> float:
     """The fp32 gradient that the optimizer takes: of all of the part, at stage 3 of one sub-group of it."""
     part = total(blocks, "parameters") / job.ranks
-    return {"ddp": 0, "zero1": 4 * part, "zero2": 4 * part, "zero3": 4 * min(part, SUB_GROUP)}.get(stage, 0)
+    return {"ddp": 0, "zero1": 4 * part, "zero2": 4 * part, "zero3": 4 * min(part, job.sub_group)}.get(stage, 0)
 
 
 def _whole_gradients(job: Job, stage: Stage) -> bool:

@@ -27,6 +27,7 @@ from qdeepseek.train.models import DTYPES, ModelConfig
 from qdeepseek.train.partitioned import check_chunks
 from qdeepseek.train.run import TrainerConfig
 from qdeepseek.train.strategy import zero_config
+from qdeepseek.train.streaming import check_streams, whole_because
 
 LENGTH = 4096
 
@@ -48,6 +49,7 @@ class Plan:
     tp: int
     dtype: str
     chosen: str
+    whole: str | None = None  # why no stage streams the model (train/streaming.py)
     notes: tuple[str, ...] = ()
 
     @cached_property
@@ -118,6 +120,7 @@ def make_plan(config: Mapping[str, Any], chosen: str) -> Plan:
     method = build(MethodConfig, own, "method")
     trainer = build(TrainerConfig, config["trainer"], "trainer")
     export = build(ExportConfig, config["export"], "export")
+    _check_machines(trainer)
     if "stage" in config["strategy"]:
         zero_config(config)
     try:
@@ -126,6 +129,9 @@ def make_plan(config: Mapping[str, Any], chosen: str) -> Plan:
         raise ConfigError(str(error)) from error
     model, source = meta_model(model_config)
     check_chunks(model, model_config.expert_chunks)
+    whole = whole_because(model_config, method, recipe, bool(groups.get("lora")))
+    if chosen in FUSED_LAYER:
+        check_streams(model_config.expert_chunks, whole)
     coverage = cover(model, recipe)
     architecture = architecture_of(model)
     prepare(model, recipe, initialize=False)
@@ -137,27 +143,35 @@ def make_plan(config: Mapping[str, Any], chosen: str) -> Plan:
         raise ConfigError(f"tp {tp} must be a whole number, at least 1")
     return Plan(
         model=str(model_config.path or "scratch"), source=source, coverage=coverage, blocks=blocks_of(coverage),
-        chunked=blocks_of(coverage, model_config.expert_chunks), architecture=architecture, job=job,
+        chunked=blocks_of(coverage, 1 if whole else model_config.expert_chunks), architecture=architecture, job=job,
         hardware=build(Hardware, config["hardware"], "hardware"),
         size=export_size(entries_of(model), DTYPES[dtype]), extra_bytes=extra, tp=tp, dtype=dtype, chosen=chosen,
-        notes=tuple(n for n in (note, *_notes(job, architecture, groups)) if n),
+        whole=whole, notes=tuple(n for n in (note, *_notes(model_config, chosen, groups)) if n),
     )  # fmt: skip
+
+
+def _check_machines(trainer: TrainerConfig) -> None:
+    """Refuses the trainer's words for machines, which the plan has its own for."""
+    if trainer.devices != "auto" or trainer.nodes != 1:
+        raise ConfigError(
+            f"trainer.devices {trainer.devices} and trainer.nodes {trainer.nodes} say nothing to a plan; give gpus= "
+            f"(of one node) and nodes="
+        )
 
 
 def _job(config: Mapping[str, Any], model: ModelConfig, method: MethodConfig, trainer: TrainerConfig) -> Job:
     data = config["data"]
     values = {
         "nodes": config["nodes"], "gpus": config["gpus"], "batch": data["batch_size"],
-        "length": config["length"] or data.get("length") or data.get("max_length") or LENGTH,
+        "length": data.get("length") or data.get("max_length") or LENGTH if config["length"] is None
+        else config["length"],
         "accumulate": trainer.accumulate, "precision": trainer.precision,
         "weight_bytes": torch.finfo(DTYPES[model.dtype]).bits // 8, "checkpointing": model.gradient_checkpointing,
         "cached": method.cache, "recompute": method.recompute, "teacher": method.distill_weight > 0,
     }  # fmt: skip
     zero = config["strategy"].get("zero_optimization") or {}
-    if "reduce_bucket_size" in zero:
-        values["bucket"] = int(zero["reduce_bucket_size"])
-    if "stage3_max_live_parameters" in zero:
-        values["live"] = int(zero["stage3_max_live_parameters"])
+    keys = {"bucket": "reduce_bucket_size", "live": "stage3_max_live_parameters", "sub_group": "sub_group_size"}
+    values |= {name: int(zero[key]) for name, key in keys.items() if key in zero}
     return build(Job, values, "plan")
 
 
@@ -185,8 +199,13 @@ def _extra(model: ModelConfig, a: Architecture) -> tuple[int, str | None]:
     return 2 * a.extra_layers * (attention + experts + own), note
 
 
-def _notes(job: Job, a: Architecture, groups: Mapping[str, Any]) -> list[str]:
+def _notes(model: ModelConfig, chosen: str, groups: Mapping[str, Any]) -> list[str]:
     notes = []
     if groups.get("lora"):
         notes.append("method.lora is on, which the plan does not model: memory is that of full QAT, an upper bound")
+    if model.expert_chunks > 1 and chosen not in FUSED_LAYER:
+        notes.append(
+            f"model.expert_chunks {model.expert_chunks} is for strategy=zero3 and zero3_offload; to train with "
+            f"strategy {chosen} set model.expert_chunks=1"
+        )
     return notes

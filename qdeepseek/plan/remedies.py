@@ -38,7 +38,8 @@ def _changes(plan: Plan, stage: Stage) -> list[str]:
     found = [_first(plan, stage, options) for options in _single(plan, stage)]
     for other in STAGES:
         if other != stage and plan.fits(plan.memory[other]):
-            found.append(f"strategy={other}")
+            alone = plan.chunked[0].chunks > 1 and other not in FUSED_LAYER
+            found.append(f"strategy={other}" + (" with model.expert_chunks=1" if alone else ""))
         elif other != stage and other in FUSED_LAYER and (chunks := _first(plan, other, _chunks(plan))):
             found.append(f"strategy={other} with {chunks}")
     return [change for change in found if change]
@@ -65,7 +66,8 @@ def _split(job: Job, parts: int, chunks: int) -> tuple[str, Job, int]:
 
 
 def _chunks(plan: Plan) -> list[tuple[str, Job, int]]:
-    experts, now = plan.architecture.experts, plan.chunked[0].chunks
+    """More chunks than there are; none for a model that no stage streams."""
+    experts, now = 0 if plan.whole else plan.architecture.experts, plan.chunked[0].chunks
     divisors = [n for n in range(now + 1, experts + 1) if experts % n == 0]
     return [(f"model.expert_chunks={n}", plan.job, n) for n in divisors]
 

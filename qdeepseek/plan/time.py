@@ -92,7 +92,8 @@ def _matrix_seconds(blocks: Sequence[Block], a: Architecture, job: Job, hardware
 def fake_quant_bytes(blocks: Sequence[Block], job: Job) -> float:
     """Of one micro-batch; with the cache the forward's passes are shared by the micro-batches of a step."""
     quantised = total(blocks, "quantised")
-    again = 0 if job.cached else sum(b.routed_quantised for b in blocks if b.chunked)
+    counted = job.cached or (job.recompute and not job.checkpointing)  # `forwards` has a chunk's second forward in it
+    again = 0 if counted else sum(b.routed_quantised for b in blocks if b.chunked)
     learned = quantised if total(blocks, "scales") else 0
     forwards = 1 / job.accumulate if job.cached else 2 if job.checkpointing or job.recompute else 1
     return PASS_BYTES * (FORWARD_PASSES * (forwards * quantised + again) + BACKWARD_PASSES * learned)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from qdeepseek.layers import ActivationQuantizer, Level, WeightQuantizer, ladder, scheme_at
+from qdeepseek.layers import ActivationQuantizer, Level, WeightQuantizer, ladder, scheme_at, whole_name
 from qdeepseek.quant import RangeMethod
 from qdeepseek.surgery.families import FUSION_GROUPS
 from qdeepseek.surgery.plan import plan
@@ -116,9 +116,9 @@ def keep_levels(model: nn.Module, recipe: Recipe, levels: Mapping[str, Level]) -
 
 def raised_recipe(model: nn.Module, recipe: Recipe, levels: Mapping[str, Level]) -> Recipe:
     """`recipe` with a rule in front for each module of `levels`, none of which is at its target."""
-    trained = {tensor.module_name: tensor.scheme for tensor in quantized_tensors(model)}
+    trained = {whole_name(tensor.module_name): tensor.scheme for tensor in quantized_tensors(model)}
     rules = []
-    for module, level in levels.items():
+    for module, level in {whole_name(module): level for module, level in levels.items()}.items():
         rule = next(rule for rule in recipe.rules if rule.matches(module))
         scheme = rule.scheme if rule.scheme and rule.scheme.weight == trained[module] else rule.fallback
         assert scheme is not None

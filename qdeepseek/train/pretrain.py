@@ -20,6 +20,7 @@ from qdeepseek.train.module import FineTune
 from qdeepseek.train.provenance import git_commit
 from qdeepseek.train.run import TrainerConfig, build_trainer, fit
 from qdeepseek.train.stop import StopRequest
+from qdeepseek.train.streaming import check_streams
 from qdeepseek.train.tracking import tracking
 from qdeepseek.train.zero import ZeroConfig
 
@@ -31,6 +32,7 @@ def pretrain(config: dict[str, Any], folder: Path, stop: StopRequest | None = No
         raise ConfigError(f"strategy {strategy.name}: job=pretrain writes whole weights at its end; use zero2 or ddp")
     L.seed_everything(config["seed"], verbose=False)
     model_config = build(ModelConfig, config["model"], "model")
+    check_streams(model_config.expert_chunks, "job=pretrain trains whole models")
     trainer_config = build(TrainerConfig, config["trainer"], "trainer")
     data_config = DataConfig.parse(config["data"])
     tokenizer = load_tokenizer(model_config)

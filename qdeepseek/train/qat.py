@@ -36,7 +36,7 @@ from qdeepseek.ptq.gptq import gptq
 from qdeepseek.surgery import Coverage, Recipe, plan, prepare
 from qdeepseek.surgery.families import is_mtp_parameter
 from qdeepseek.surgery.rotate import check_rotatable, rotate
-from qdeepseek.train import methods, unquantised
+from qdeepseek.train import methods, streaming, unquantised
 from qdeepseek.train import strategy as strategies
 from qdeepseek.train.callbacks.balance import LossFreeBalance
 from qdeepseek.train.callbacks.branch import SaveBranch
@@ -87,6 +87,8 @@ class Run:
         except ValueError as error:
             raise ConfigError(str(error)) from error
         own, groups = methods.split(config["method"])
+        if not isinstance(config["evaluate"], bool):
+            raise ConfigError(f"evaluate {config['evaluate']} must be true or false")
         return cls(
             config=dict(config),
             folder=Path(config["run_dir"]),
@@ -151,19 +153,21 @@ class Run:
         return replace(self.model, path=str((self.unquantised / which).absolute()), scratch=None, revision=None)
 
     @property
+    def whole_because(self) -> str | None:
+        """Why models are not streamed into partitions (streaming.py); None where they are."""
+        if not (isinstance(self.strategy, ZeroConfig) and self.strategy.stage == 3):
+            return f"strategy={self.config['strategy']['name']} holds models whole"
+        return streaming.whole_because(self.model, self.method, self.recipe, "lora" in self.methods)
+
+    @property
     def streams(self) -> bool:
-        """Whether models are read tensor by tensor into partitions, so that no rank ever holds one whole: ZeRO-3, but
-        for what needs whole weights at the start (rotation, GPTQ's codes, adapters, a model without checkpoint)."""
-        partitioned = isinstance(self.strategy, ZeroConfig) and self.strategy.stage == 3
-        whole = self.rotates or self.method.rounding == "gptq" or "lora" in self.methods or self.model.path is None
-        return partitioned and not whole
+        """Whether models are read tensor by tensor into partitions, so that no rank ever holds one whole."""
+        return self.whole_because is None
 
     @property
     def rotates(self) -> bool:
         """Whether the student is rotated before quantisers are put in."""
-        schemes = [rule.scheme for rule in self.recipe.rules if rule.scheme is not None]
-        hard = any(s.input is not None and s.input.bits <= 4 for s in schemes)
-        return self.method.rotate == "always" or (self.method.rotate == "auto" and hard)
+        return streaming.rotates(self.method, self.recipe)
 
     @contextmanager
     def timed(self, stage: str) -> Iterator[None]:
@@ -176,11 +180,7 @@ class Run:
 
 def check(run: Run) -> Coverage:
     """Coverage of the base by the recipe; raises CoverageError or ConfigError before any training."""
-    if run.model.expert_chunks > 1 and not run.streams:
-        raise ConfigError(
-            f"model.expert_chunks {run.model.expert_chunks} is for a checkpoint that is streamed into partitions: use "
-            f"strategy=zero3 or zero3_offload without rotation, GPTQ's codes and LoRA, or set model.expert_chunks=1"
-        )
+    streaming.check_streams(run.model.expert_chunks, run.whole_because)
     model = skeleton(run.model) if run.streams else run.load("base")
     coverage = plan(model, run.recipe)
     layout_of(str(model.config.model_type), fused=coverage.expert_share is not None)

@@ -59,6 +59,8 @@ def test_text_of_deepseek_v2_lite():
         (["tp=0"], "tp 0 must be a whole number, at least 1"),
         (["gpus=abc"], "plan: gpus 'abc' must be a whole number"),
         (["gpus=1.5"], "plan: gpus 1.5 must be a whole number"),
+        (["length=0"], "plan: length 0 must be at least 1"),
+        (["trainer.devices=4", "trainer.nodes=2"], "trainer.devices 4 and trainer.nodes 2 say nothing"),
         (["gpu=8"], "Could not override 'gpu': no such key; there are nodes, gpus,"),
         (["strategy=zero2", "trainer.precision=bf16-true"], "trainer.precision bf16-true with strategy zero2"),
         (["hardware.mfu=2"], "hardware: mfu 2 must lie in"),
@@ -110,6 +112,28 @@ def test_advice_is_true():
         plan = make_plan(*configuration(words, CONF))
         assert plan.fits(plan.memory["zero3"]) is fits
         assert bool(remedies(plan)) is not fits
+
+
+def test_chunks_are_planned_for_streamed_models_alone():
+    """A strategy that holds experts whole is noted and advised with one chunk; what training refuses is refused."""
+    common = ("gpus=8", "trainer.precision=bf16-mixed", "length=64", "data.batch_size=1")
+    chunked = ("model=tiny", "model.expert_chunks=4")
+    whole, parts = (make_plan(*configuration([*chunked, *common, *w], CONF)) for w in ([], ["strategy=zero3"]))
+    assert "model.expert_chunks 4 is for strategy=zero3" in whole.notes[-1] and not parts.notes
+    for words in (["quant=w4a4"], ["method.rounding=gptq"], ["method/lora=default"]):
+        with pytest.raises(ConfigError, match=r"model\.expert_chunks 4 is for a checkpoint that strategy=zero3"):
+            make_plan(*configuration([*chunked, *common, *words, "strategy=zero3"], CONF))
+        alone = make_plan(*configuration([*chunked, *common, *words], CONF))
+        assert alone.chunked == alone.blocks, "no stage trains it in chunks"
+
+
+def test_advice_is_what_training_takes():
+    common = ("length=4096", "data.batch_size=1", "trainer.precision=bf16-mixed", "strategy=zero3", "nodes=2")
+    rotated = make_plan(*configuration(["model=deepseek_v2", "model.expert_chunks=1", "quant=w4a4", *common], CONF))
+    assert not any("expert_chunks" in change for change in remedies(rotated))
+    words = ["model=tiny", "model.expert_chunks=2", "strategy=zero3_offload", "hardware.host_memory=1e6", "gpus=2"]
+    found = remedies(make_plan(*configuration(words, CONF)))
+    assert "strategy=zero3" in found and "strategy=ddp with model.expert_chunks=1" in found
 
 
 def test_a_fit_needs_no_advice():

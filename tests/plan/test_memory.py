@@ -131,6 +131,8 @@ def test_experts_in_chunks_by_hand():
     job = Job(gpus=8, length=32, precision="32-true", teacher=False, checkpointing=True, bucket=0, live=0)
     a, b = (memory(blocks, moe, job, "zero3") for blocks in (whole, parts))
     assert (a.gathered, b.gathered) == (2 * 4 * 60_000, 2 * 4 * 24_000)
+    scaled = tuple(replace(b, scales=500, routed_scales=400 if b.routed else 0) for b in parts)
+    assert memory(scaled, moe, job, "zero3").gathered == 2 * 4 * (24_000 + 100 + 100)
     assert (a.fake_quant, b.fake_quant) == (4 * 50_000, 4 * (2_000 + 12_000))
     assert b.activations == a.activations and b.weights == a.weights
     job = replace(job, checkpointing=False)
@@ -150,3 +152,5 @@ def test_the_step_s_gradient_is_not_there_in_the_backward():
     huge = (Block("layer 0", 80 * 10**9),)
     step = moments(huge, replace(ARCHITECTURE, kinds=("dense",)), job, "zero3")[-1]
     assert step.step == 4 * 10**9, "one sub-group at a time"
+    job = replace(job, sub_group=10**6)
+    assert moments(huge, replace(ARCHITECTURE, kinds=("dense",)), job, "zero3")[-1].step == 4 * 10**6

@@ -4,9 +4,19 @@ from dataclasses import replace
 
 import pytest
 
+from qdeepseek.plan.blocks import Block
 from qdeepseek.plan.hardware import Hardware
 from qdeepseek.plan.memory import STAGES, Job
-from qdeepseek.plan.time import active_parameters, collective_seconds, fake_quant_bytes, operations, step_time, traffic
+from qdeepseek.plan.time import (
+    FORWARD_PASSES,
+    PASS_BYTES,
+    active_parameters,
+    collective_seconds,
+    fake_quant_bytes,
+    operations,
+    step_time,
+    traffic,
+)
 from tests.plan.test_memory import ARCHITECTURE, PLAIN, QUANTISED, P
 
 HARDWARE = Hardware("unit", 80e9, 1e12, 1e11, 1e9, 1e9, 1e8, 1e9, 1e9, 1e12, reserve=0, mfu=0.5, efficiency=1.0)
@@ -76,6 +86,18 @@ def test_the_sum_and_the_maximum():
         for precision in ("bf16-mixed", "32-true")
     )
     assert mixed == found.matrices and full == pytest.approx(10 * mixed)
+
+
+def test_a_chunk_is_computed_forward_once_more():
+    """By its own checkpoint: a second time alone, a third time where the layer is checkpointed too."""
+    whole = (Block("layer 0", 60_000, routed=48_000, quantised=50_000, routed_quantised=48_000),)
+    parts = (replace(whole[0], chunks=4),)
+    for changes, forwards in (({"checkpointing": True}, 3), ({}, 2), ({"recompute": True}, 2), ({"cached": True}, 1)):
+        job = replace(JOB, **{"checkpointing": False, **changes})
+        others = 2 if {"checkpointing", "recompute"} & changes.keys() else 1
+        expected = PASS_BYTES * FORWARD_PASSES * (forwards * 48_000 + others * 2_000)
+        assert fake_quant_bytes(parts, job) == expected, changes
+        assert traffic(parts, job, "zero3") - traffic(whole, job, "zero3") == job.parameter_bytes * 48_000
 
 
 def test_hardware_refuses_what_cannot_be():

@@ -9,7 +9,7 @@ from qdeepseek.export.compressed_tensors import export
 from qdeepseek.export.verify import verify
 from qdeepseek.layers import ExpertChunks
 from qdeepseek.surgery import autocast_experts, chunk_experts, plan, prepare, quantized_tensors
-from qdeepseek.surgery.fusion import fusion_groups
+from qdeepseek.surgery.fusion import fusion_groups, keep_levels
 from tests.surgery.surgery_models import load_recipe, meta_model, tiny_moe
 
 FAMILIES = ["deepseek_v2", "qwen2_moe", "qwen3_moe", "mixtral"]
@@ -96,6 +96,22 @@ def test_rules_coverage_and_scheduler_go_by_the_whole():
     assert plan(parts, recipe).to_dict() == plan(whole, recipe).to_dict()
     assert [group.name for group in fusion_groups(parts)] == [group.name for group in fusion_groups(whole)]
     assert [len(group.tensors) for group in fusion_groups(parts)] == [4, 4]
+
+
+def test_levels_that_are_kept_compute_the_same():
+    _, parts = pair("qwen3_moe", 2)
+    recipe = load_recipe("w4_experts_only")
+    prepare(parts, recipe)
+    first, second = fusion_groups(parts)
+    first.set_level("int8")
+    ids = torch.arange(24).view(2, 12)
+    with torch.no_grad():
+        before = parts(ids, use_cache=False).logits
+        kept = keep_levels(
+            parts, recipe, dict.fromkeys(first.modules, "int8") | dict.fromkeys(second.modules, "target")
+        )
+        assert torch.equal(parts(ids, use_cache=False).logits, before)
+    assert [rule.name for rule in kept.rules][:2] == [f"int8_{first.name}", recipe.rules[0].name]
 
 
 def test_a_model_without_weights():

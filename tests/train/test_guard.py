@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,7 +28,6 @@ from qdeepseek.train.config import ConfigError, OptimConfig
 from qdeepseek.train.datamodule import TokenDataModule
 from qdeepseek.train.methods import GROUPS
 from qdeepseek.train.module import FineTune
-from qdeepseek.train.run import BF16Mixed, TrainerConfig, build_trainer
 from tests.train.test_callbacks import Rows, collate
 from tests.train.test_config import composed
 from tests.train.test_main_job import SHORT, train
@@ -331,26 +329,6 @@ def test_routers_stay_where_they_are_in_a_skipped_step(student, tmp_path, mover)
     assert all(torch.isfinite(t).all() for t in probe.after[3])
     if mover is Routing:
         assert torch.isfinite(callback._last).all() and (callback._last[:, TOKENS] == 2 * 2 * 16).all()  # 2 steps
-
-
-def test_bf16_mixed_clips_and_skips_in_the_trainer_of_every_run(student, tmp_path):
-    config = TrainerConfig(steps=2, precision="bf16-mixed", accelerator="cpu", devices=1, checkpoint_every=9)
-    guard, data = Guard(), data_module()
-    poisoned = Plant(2, lambda pl_module: pl_module.auxiliary.update(bad=Infinite()))
-    trainer = build_trainer(config, tmp_path, "train", callbacks=[guard, poisoned], validate=False)
-    trainer.fit(FineTune(student, OptimConfig(lr=1e-3, warmup_steps=0), 2), data)
-    assert [event["step"] for event in guard.events] == [2]
-    assert isinstance(trainer.precision_plugin, BF16Mixed)
-
-
-class Infinite:
-    """An auxiliary loss that is infinite, with a finite gradient."""
-
-    def record(self):
-        return nullcontext()
-
-    def loss(self, batch):
-        return torch.tensor(torch.inf)
 
 
 def test_sharded_strategies_are_refused(student, tmp_path):

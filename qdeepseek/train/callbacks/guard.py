@@ -39,6 +39,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
+from qdeepseek.layers import whole_name
 from qdeepseek.train.checkpoints import last_checkpoint
 from qdeepseek.train.config import ConfigError
 from qdeepseek.train.fault import nonfinite_tensor
@@ -305,7 +306,7 @@ def _sentence(event: Mapping[str, Any]) -> str:
     start = f"step {event['step']} had a non-finite {event['quantity']}"
     if event["module"] is None:
         return f"{start}, which its batches did not show again (an auxiliary loss, or a passing fault)"
-    return f"{start}, first in {event['module']} ({event['where']}: {event['what']}; rank {event['rank']})"
+    return f"{start}, first in {whole_name(event['module'])} ({event['where']}: {event['what']}; rank {event['rank']})"
 
 
 def _raise_group(trainer: L.Trainer, module: str | None, step: int) -> bool:

@@ -208,13 +208,16 @@ class Precision(Callback):
 
     @torch.no_grad()
     def _rounding(self) -> list[float]:
-        """Σ (ŵ − w)² of every group at its target. Once a run, and the only wait for the device."""
+        """Σ (ŵ − w)² of every group at its target, one tensor whole at a time. Once a run, and the only wait for the
+        device."""
         found = []
         with self.at_target():
             for group in self.groups:
-                with gathered(p for t in group.tensors for p in (t.weight, *t.quantizer.parameters())):
-                    pairs = [(t.quantizer(t.weight).float(), t.weight.float()) for t in group.tensors]
-                    found.append(torch.stack([(w_hat - w).square().sum() for w_hat, w in pairs]).double().sum())
+                squares = []
+                for t in group.tensors:
+                    with gathered([t.weight, *t.quantizer.parameters()]):
+                        squares.append((t.quantizer(t.weight).float() - t.weight.float()).square().sum())
+                found.append(torch.stack(squares).double().sum())
         return torch.stack(found).tolist()
 
     # --- decisions ---
